@@ -1,0 +1,1 @@
+# make setup | demo | test | check | bench

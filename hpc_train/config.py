@@ -1,0 +1,207 @@
+"""Settings: a TOML file and `section.key=value` overrides become frozen, checked values.
+
+settings = load("examples/bytelm.toml", ["grid.stages=1", "optimizer.learning_rate=1e-3"])
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
+
+from hpc_train.errors import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(text: int | str) -> int:
+    """`4MiB` or `65536` in bytes."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(text))
+    if not match or match[2].upper() not in _UNITS:
+        raise ValueError(f"{text!r} is not a size: write for instance 4MiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+Bytes = Annotated[PositiveInt, BeforeValidator(parse_bytes)]
+
+
+class Section(BaseModel):
+    """Every section is closed (an unknown key is an error) and frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class GridSettings(Section):
+    """How the ranks are laid out; replicas = ranks / stages."""
+
+    stages: PositiveInt = 1
+    fastest: Literal["stage", "replica"] = "stage"
+
+
+class BatchSettings(Section):
+    """`size`: samples of one step, over all replicas.  `micro_batch`: samples that flow together."""
+
+    size: PositiveInt = 32
+    micro_batch: PositiveInt = 8
+
+
+class TrainSettings(Section):
+    """Length and rhythm of the run."""
+
+    steps: PositiveInt = 100
+    evaluate_every: NonNegativeInt = 0  # 0: only at the end
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: NonNegativeInt = 0  # torch threads of a rank; 0: the cores it really has
+
+
+class OptimizerSettings(Section):
+    """The update, and the learning rate over the steps."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: PositiveFloat = 1e-3
+    final_learning_rate: NonNegativeFloat = 0.0  # where cosine decay ends
+    decay: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: NonNegativeInt = 0
+    weight_decay: NonNegativeFloat = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    momentum: NonNegativeFloat = 0.9
+    clip_norm: NonNegativeFloat = 0.0  # one norm over all stages; 0: no clipping
+
+
+class GradientSettings(Section):
+    """How gradients are summed."""
+
+    wire: Literal["fp32", "fp16"] = "fp32"
+    bucket_bytes: Bytes = 4 * 2**20
+    overlap: bool = True  # sum in a thread while backward runs
+
+
+class PipelineSettings(Section):
+    """How layers become stages, and in which order micro-batches flow."""
+
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    split: Literal["auto"] | tuple[PositiveInt, ...] = "auto"  # or layers of each stage: [4, 2]
+
+
+class CheckpointSettings(Section):
+    """Saving: every so many steps (0: only at the end), and how many to keep."""
+
+    every: NonNegativeInt = 0
+    keep: PositiveInt = 3
+
+
+class DataSettings(Section):
+    """Loading: worker processes of each rank that reads data; 0 loads in the rank itself."""
+
+    workers: NonNegativeInt = 0
+
+
+class CommSettings(Section):
+    """Which backend carries gradients and activations."""
+
+    backend: Literal["auto", "mpi", "gloo", "nccl"] = "auto"
+
+
+class Settings(Section):
+    """All of it, as resolved."""
+
+    task: str
+    name: str = ""
+    seed: NonNegativeInt = 0
+    task_options: dict[str, Any] = Field(default_factory=dict)
+    grid: GridSettings = GridSettings()
+    batch: BatchSettings = BatchSettings()
+    train: TrainSettings = TrainSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    gradients: GradientSettings = GradientSettings()
+    pipeline: PipelineSettings = PipelineSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    data: DataSettings = DataSettings()
+    comm: CommSettings = CommSettings()
+
+    def to_toml(self) -> str:
+        """The settings as a file that `load` reads back."""
+        return tomli_w.dumps(self.model_dump(mode="json"))
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
+    """Read a TOML file, apply `section.key=value` overrides, and check it all.
+
+    Raises:
+        UserError: the file is not there or not TOML, or a setting is unknown or wrong.
+    """
+    path = Path(path)
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file (looked in {Path.cwd()})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not TOML: {error}") from None
+    for text in overrides:
+        _override(raw, text)
+    raw.setdefault("name", path.stem)
+    try:
+        settings = Settings.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(f"{path}: {_explain(error)}") from None
+    if settings.batch.micro_batch > settings.batch.size:
+        raise UserError(
+            f"batch.micro_batch={settings.batch.micro_batch} is more than batch.size={settings.batch.size}: "
+            f"set it to at most {settings.batch.size}"
+        )
+    return settings
+
+
+def _override(raw: dict[str, Any], text: str) -> None:
+    """Set one `section.key=value` in the raw tables; the value is TOML, or else a plain string."""
+    name, equals, value = text.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys):
+        raise UserError(f"{text!r} is not an override: write section.key=value, for instance batch.size=64")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    table = raw
+    for key in keys[:-1]:
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise UserError(f"{text!r}: {key!r} is a value, not a section")
+    table[keys[-1]] = parsed
+
+
+def _explain(error: ValidationError) -> str:
+    """The first thing that is wrong, in one line, and how many more there are."""
+    first, *more = error.errors()
+    place = [part for part in map(str, first["loc"]) if not part.startswith(("literal[", "tuple["))]
+    name = ".".join(place)
+    if first["type"] == "extra_forbidden":
+        section: Any = Settings
+        for part in place[:-1]:
+            section = section.model_fields[part].annotation
+        text = f"unknown setting {name}: known here are {', '.join(sorted(section.model_fields))}"
+    elif first["type"] == "missing":
+        text = f"setting {name} is missing"
+    else:
+        text = f"{name}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return text + (f" (and {len(more)} more)" if more else "")

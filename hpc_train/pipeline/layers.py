@@ -1,0 +1,54 @@
+"""What a model is to the pipeline: a list of layers, each built only where it is held."""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+_one_builder = threading.Lock()  # torch's default generator is one for the process
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer of a model, not built yet.
+
+    Args:
+        build: makes the module.  Its output is the next layer's input: a tensor, or a tuple of tensors
+            that the next layer's forward takes as its arguments.
+        title: what people read in drawings; state is named by position, `layers.3.weight`.
+        cost: time of one sample's forward and backward relative to the other layers; by default the
+            number of parameters stands for it.
+    """
+
+    build: Callable[[], nn.Module]
+    title: str = ""
+    cost: float | None = None
+
+
+def layer_name(index: int) -> str:
+    """The name under which the state of layer `index` is kept on every grid, and in plain PyTorch."""
+    return f"layers.{index}"
+
+
+def build_layer(spec: LayerSpec, index: int, seed: int) -> nn.Module:
+    """Build a layer with random numbers of its own: the same weights on whatever rank it stands."""
+    digest = hashlib.sha256(f"{seed}/{layer_name(index)}".encode()).digest()
+    with _one_builder, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return spec.build()
+
+
+def plain_model(specs: Sequence[LayerSpec], seed: int = 0) -> nn.Module:
+    """The whole model as plain PyTorch, with the names that checkpoints and exports use."""
+    layers = nn.Sequential(*(build_layer(spec, index, seed) for index, spec in enumerate(specs)))
+    return nn.Sequential(OrderedDict(layers=layers))
+
+
+def count_parameters(spec: LayerSpec) -> int:
+    """The parameters of a layer, without the memory for them."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in spec.build().parameters())
