@@ -2,9 +2,9 @@
 
 import hashlib
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,10 +42,28 @@ def build_layer(spec: LayerSpec, index: int, seed: int) -> nn.Module:
         return spec.build()
 
 
-def plain_model(specs: Sequence[LayerSpec], seed: int = 0) -> nn.Module:
-    """The whole model as plain PyTorch, with the names that checkpoints and exports use."""
-    layers = nn.Sequential(*(build_layer(spec, index, seed) for index, spec in enumerate(specs)))
-    return nn.Sequential(OrderedDict(layers=layers))
+class PlainModel(nn.Module):
+    """All layers in one plain PyTorch module, with the names that checkpoints and exports use."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, inputs: Any) -> Any:
+        """Pass `inputs` through every layer."""
+        for layer in self.layers:
+            inputs = apply_layer(layer, inputs)
+        return inputs
+
+
+def apply_layer(layer: nn.Module, inputs: Any) -> Any:
+    """Call a layer; a tuple is its arguments."""
+    return layer(*inputs) if isinstance(inputs, tuple) else layer(inputs)
+
+
+def plain_model(specs: Sequence[LayerSpec], seed: int = 0) -> PlainModel:
+    """The whole model, built with the same weights that the grid's stages get."""
+    return PlainModel([build_layer(spec, index, seed) for index, spec in enumerate(specs)])
 
 
 def count_parameters(spec: LayerSpec) -> int:

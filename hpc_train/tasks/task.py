@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from hpc_train.pipeline.layers import LayerSpec, plain_model
+from hpc_train.pipeline.layers import LayerSpec, PlainModel, plain_model
 
 
 @runtime_checkable
@@ -47,6 +47,6 @@ class Task:
         """
         return None
 
-    def plain_model(self, seed: int = 0) -> nn.Module:
+    def plain_model(self, seed: int = 0) -> PlainModel:
         """The whole model as plain PyTorch: load an export into it with `load_state_dict`."""
         return plain_model(self.layers(), seed)
