@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.comm.compressed_sum import CompressedSum
-from hpc_train.comm.interface import Wire
+from hpc_train.comm.interface import ControlPlane, Wire
 from hpc_train.comm.mail import Mail
 from hpc_train.grid import Grid
 
@@ -33,7 +33,7 @@ class LoopbackWorld:
         self.host = socket.gethostname()
         self._mail = mail or Mail()
         self._channels = 0
-        self.control = LoopbackControl(self._mail, rank, size)
+        self.control: ControlPlane = LoopbackControl(self._mail, rank, size)
 
     def peer_link(self, grid: Grid) -> "LoopbackPeerLink":
         """See interface.World."""
@@ -118,6 +118,8 @@ class LoopbackCollective:
 
     def sum_(self, buffer: Tensor, wire: Wire) -> None:
         """See interface.Collective."""
+        if self.size == 1:
+            return
         if wire is Wire.FP16:
             self._compressed.sum_(buffer)
         else:
@@ -200,7 +202,10 @@ class LoopbackControl:
 
     def total(self, values: Sequence[float]) -> list[float]:
         """See interface.ControlPlane."""
-        return [sum(column) for column in zip(*self._share(list(values), "total"), strict=True)]
+        return [
+            sum(column)
+            for column in zip(*self._share([float(value) for value in values], "total"), strict=True)
+        ]
 
     def agree(self, flag: bool) -> bool:
         """See interface.ControlPlane."""

@@ -1,0 +1,173 @@
+"""Collectives of torch.distributed, Gloo on CPUs and NCCL on GPUs, started over the control plane.
+
+Each collective has a process group of its own that holds just its replicas.  The groups are made
+directly, so that torch's process-wide default group stays free for the user's own script.
+"""
+
+import datetime
+import os
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from hpc_train.comm.compressed_sum import CompressedSum
+from hpc_train.comm.interface import Collective, ControlPlane, PeerLink, Wire, World
+from hpc_train.comm.rendezvous import my_address, open_store
+from hpc_train.errors import PeerLost, UserError
+from hpc_train.grid import Grid
+
+_TIMEOUT = datetime.timedelta(minutes=30)  # of one sum; the slowest replica may be that late
+
+
+class TorchDistWorld:
+    """Another world, whose collectives are torch.distributed's."""
+
+    def __init__(self, base: World, backend: str) -> None:
+        """`backend`: "gloo", "nccl", or "auto": NCCL where the tensors are on GPUs, else those of `base`."""
+        self.rank = base.rank
+        self.size = base.size
+        self.host = base.host
+        self.local_rank = base.local_rank
+        self.local_size = base.local_size
+        self.control: ControlPlane = base.control
+        self._base = base
+        self._backend = backend
+        self._store: Store | None = None
+        self._num_collectives = 0
+
+    def peer_link(self, grid: Grid) -> PeerLink:
+        """See interface.World."""
+        return self._base.peer_link(grid)
+
+    def collective(self, grid: Grid, device: torch.device) -> Collective:
+        """See interface.World.
+
+        Raises:
+            UserError: the backend cannot sum tensors on `device`.
+        """
+        backend = self._choose(device)
+        if backend is None or grid.replicas == 1:
+            return self._base.collective(grid, device)
+        if self._store is None:
+            self._store = open_store(self.control, self.host)
+        place = grid.place(self.rank)
+        self._num_collectives += 1
+        store = PrefixStore(f"collective {self._num_collectives}, stage {place.stage}", self._store)
+        group: Any
+        if backend == "nccl":
+            torch.cuda.set_device(device)
+            group = dist.ProcessGroupNCCL(
+                store, place.replica, grid.replicas, dist.ProcessGroupNCCL.Options()
+            )
+        else:
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = _TIMEOUT
+            options._devices = [
+                dist.ProcessGroupGloo.create_device(hostname=my_address(self.control, self.host))
+            ]
+            group = dist.ProcessGroupGloo(store, place.replica, grid.replicas, options)
+        return TorchDistCollective(group, place.replica, grid.replicas, device)
+
+    def describe(self) -> dict[str, Any]:
+        """See interface.World."""
+        return {**self._base.describe(), "gradients": self._backend, "nccl": dist.is_nccl_available()}
+
+    def close(self) -> None:
+        """See interface.World."""
+        self._base.close()  # all ranks are done: rank 0 may close the store
+        self._store = None
+
+    def _choose(self, device: torch.device) -> str | None:
+        """The torch backend for tensors on `device`; None: that of the base world.  Collective."""
+        if self._backend == "gloo":
+            if device.type != "cpu":
+                fix = "set comm.backend=auto or train.device=cpu"
+                raise UserError(f"comm.backend=gloo sums on CPUs, not on {device.type}: {fix}")
+            return "gloo"
+        possible = device.type == "cuda" and dist.is_nccl_available()
+        mine = f"{self.host} {_gpu(device)}" if possible else ""
+        gpus = self.control.all_gather(mine.encode())
+        if all(gpus) and len(set(gpus)) == len(gpus):
+            return "nccl"
+        if self._backend == "nccl":
+            why = (
+                "some ranks share a GPU"
+                if all(gpus)
+                else "not every rank has a CUDA device and a torch with NCCL"
+            )
+            raise UserError(
+                f"comm.backend=nccl needs a GPU for each of {self.size} ranks, but {why}: use auto"
+            )
+        return None
+
+
+def _gpu(device: torch.device) -> str:
+    """The same text for the same GPU of a host, whatever each process calls it."""
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)  # since torch 2.4
+    return str(uuid or f"{device.index} of {os.environ.get('CUDA_VISIBLE_DEVICES')}")
+
+
+class TorchDistCollective:
+    """See interface.Collective.  Also the Transport of its CompressedSum."""
+
+    threaded = True
+
+    def __init__(self, group: Any, rank: int, size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.size = size
+        self._group = group
+        self._device = device
+        self._compressed = CompressedSum(size, self)
+
+    def allocate(self, numel: int) -> Tensor:
+        """See interface.Collective."""
+        return torch.zeros(numel, dtype=torch.float32, device=self._device)
+
+    def sum_(self, buffer: Tensor, wire: Wire) -> None:
+        """See interface.Collective."""
+        if wire is Wire.FP16:
+            self._compressed.sum_(buffer)
+        elif buffer.numel():
+            self._wait(self._group.allreduce([buffer]), "a sum of gradients")
+
+    def max(self, value: float) -> float:
+        """See interface.Collective."""
+        largest = torch.tensor([value], dtype=torch.float64, device=self._device)
+        self._wait(self._group.allreduce([largest], dist.ReduceOp.MAX), "a maximum")
+        return float(largest.item())
+
+    def broadcast_(self, tensor: Tensor, root: int) -> None:
+        """See interface.Collective."""
+        if tensor.numel():
+            here = tensor.detach().to(self._device).contiguous()
+            sent = here.view(-1).view(torch.uint8)  # the backends know fewer dtypes than torch
+            self._wait(self._group.broadcast(sent, root), f"a broadcast from replica {root}")
+            if here.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(here)
+
+    def barrier(self) -> None:
+        """See interface.Collective."""
+        self.max(0.0)
+
+    def close(self) -> None:
+        """See interface.Collective."""
+        self._group.shutdown()
+
+    def exchange(self, sent: Tensor, received: Tensor) -> None:
+        """See compressed_sum.Transport."""
+        self._wait(self._group.alltoall_base(received, sent, [], []), "a sum of gradients")
+
+    def all_gather(self, mine: Tensor, gathered: Tensor) -> None:
+        """See compressed_sum.Transport."""
+        self._wait(self._group.allgather([list(gathered)], [mine]), "a sum of gradients")
+
+    def _wait(self, work: Any, doing: str) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:  # torch tells a lost connection and a timeout so, without a rank
+            raise PeerLost((), doing) from error
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
