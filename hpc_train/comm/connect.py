@@ -30,7 +30,7 @@ def connect(backend: str = "auto") -> World:
     Raises:
         UserError: MPI is needed and missing, or the launcher's ranks do not see each other.
     """
-    me = identity.identify()
+    me = identity.find()
     base: World
     if me is None and backend != "mpi":
         from hpc_train.comm.loopback import LoopbackWorld

@@ -56,19 +56,15 @@ class TorchDistWorld:
         place = grid.place(self.rank)
         self._num_collectives += 1
         store = PrefixStore(f"collective {self._num_collectives}, stage {place.stage}", self._store)
-        group: Any
+        kind = cast("Any", dist.ProcessGroupNCCL if backend == "nccl" else dist.ProcessGroupGloo)
         if backend == "nccl":
             torch.cuda.set_device(device)
-            group = dist.ProcessGroupNCCL(
-                store, place.replica, grid.replicas, dist.ProcessGroupNCCL.Options()
-            )
+            options = kind.Options()
         else:
-            options = dist.ProcessGroupGloo._Options()
-            options._timeout = _TIMEOUT
-            options._devices = [
-                dist.ProcessGroupGloo.create_device(hostname=my_address(self.control, self.host))
-            ]
-            group = dist.ProcessGroupGloo(store, place.replica, grid.replicas, options)
+            options = kind._Options()  # the only way to say which of the host's addresses to use
+            options._devices = [kind.create_device(hostname=my_address(self.control, self.host))]
+        options._timeout = _TIMEOUT
+        group = kind(store, place.replica, grid.replicas, options)
         return TorchDistCollective(group, place.replica, grid.replicas, device)
 
     def describe(self) -> dict[str, Any]:

@@ -113,7 +113,7 @@ _FIRST_PSEUDO_STEP = (
 )
 
 
-def identify(environment: Mapping[str, str] | None = None) -> Identity | None:
+def find(environment: Mapping[str, str] | None = None) -> Identity | None:
     """What the launcher says, or None for a process that none started."""
     env = os.environ if environment is None else environment
     for launcher in _LAUNCHERS:
