@@ -18,7 +18,7 @@ setup(
         "torch>=2.2",
         "numpy>=1.24",
         "mpi4py>=4.0",
-        "typer>=0.12",
+        "typer>=0.29",
         "pydantic>=2.7",
         "rich>=13.7",
         "safetensors>=0.4",

@@ -1,0 +1,265 @@
+"""The command line: `hpc-train COMMAND`, or `python -m hpc_train COMMAND`.
+
+Exit codes: 0 done, 1 a rank failed or parity does not hold, 2 a mistake in command or settings,
+75 saved and stopped before the end.  Packages that take long to import are imported by the commands
+that need them.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from hpc_train.config import Settings, load, parse_bytes
+from hpc_train.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UserError
+
+if TYPE_CHECKING:
+    from hpc_train.comm.interface import World
+    from hpc_train.tasks.task import Task
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    name="hpc-train",
+    help="Data parallel and pipelined PyTorch training under MPI and Slurm.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Config = Annotated[Path, typer.Argument(help="Settings, a TOML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Settings that differ, as section.key=value.", show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    resume: Annotated[
+        str, typer.Option(help="auto: the newest whole checkpoint; never; or a path.")
+    ] = "auto",
+    run_dir: Annotated[Path | None, typer.Option(help="Default: runs/NAME.", show_default=False)] = None,
+    stop_at: Annotated[int | None, typer.Option(help="Save and stop after this step.", min=1)] = None,
+) -> None:
+    """Train.  Alone it is one rank; under mpirun, mpiexec or srun all ranks."""
+    from hpc_train.training.guard import guard, together
+    from hpc_train.training.worker import Layout
+
+    world, (settings, task) = _start(config, overrides)
+
+    def run() -> int:
+        from hpc_train.training.trainer import Trainer
+
+        layout = together(world, lambda: Layout(settings, task, world))
+        where = run_dir or Path("runs") / settings.name
+        with Trainer(settings, task, world, layout, where, resume, stop_at) as trainer:
+            result = trainer.fit()
+            text = trainer.sample() if result.step == settings.train.steps else None
+            if text:
+                print(f"\nsample:\n{text}\n", flush=True)  # noqa: T201
+            if world.rank == 0:
+                print(f"step {result.step} of {settings.train.steps}; all of it is in {where}", flush=True)  # noqa: T201
+        world.close()
+        return result.exit_code
+
+    sys.exit(guard(world, run))
+
+
+@app.command()
+def parity(
+    config: Config,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(help="Steps to compare.", min=1)] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Compare this grid's steps with plain PyTorch on the whole batch; exit code 0 or 1."""
+    from hpc_train.training.guard import guard, together
+    from hpc_train.training.worker import Layout
+
+    world, (settings, task) = _start(config, overrides)
+
+    def run() -> int:
+        from hpc_train.training.parity import compare, render
+
+        layout = together(world, lambda: Layout(settings, task, world))
+        differences = compare(settings, task, world, layout, steps)
+        holds = all(difference.holds for difference in differences or ())
+        if differences is not None:
+            if as_json:
+                print(json.dumps([asdict(d) | {"holds": d.holds} for d in differences], indent=2), flush=True)  # noqa: T201
+            else:
+                print(render(settings, layout.grid, steps, differences), flush=True)  # noqa: T201
+        verdict = world.control.agree(holds)
+        world.close()
+        return EXIT_OK if verdict else EXIT_FAILED
+
+    sys.exit(guard(world, run))
+
+
+@app.command()
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option(help="Ranks to plan for.", min=1)] = 1,
+) -> None:
+    """Draw grid, stages and schedule for a number of ranks; needs no MPI."""
+    from hpc_train.training.preview import preview
+
+    settings, task = _load(config, overrides)
+    print(preview(settings, task, ranks))  # noqa: T201
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run directory for its newest.")],
+    out: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
+) -> None:
+    """Write the whole model as one file with plain names, for plain PyTorch."""
+    from hpc_train.checkpoint.export import export as write
+
+    print(write(checkpoint, out))  # noqa: T201
+
+
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+    }
+)
+def launch(
+    context: typer.Context,
+    ranks: Annotated[int, typer.Option("-n", "--ranks", help="Ranks to start.", min=1)] = 1,
+    hosts: Annotated[str | None, typer.Option(help="Hosts with slots: a:4,b:4.", show_default=False)] = None,
+    interface: Annotated[str | None, typer.Option(help="Network interface.", show_default=False)] = None,
+) -> None:
+    """Print and run the right mpirun line: hpc-train launch -n 4 train my.toml."""
+    from hpc_train.launch.launcher import launch as start
+
+    if not context.args:
+        raise UserError("launch what? for instance: hpc-train launch -n 4 train examples/bytelm.toml")
+    _check_before_launch(context.args, ranks)
+    sys.exit(start(ranks, hosts, context.args, interface))
+
+
+bench = typer.Typer(help="Measure this job's communication.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command("allreduce")
+def bench_allreduce(
+    sizes: Annotated[str, typer.Option(help="Comma separated.")] = "4MiB,64MiB",
+    wires: Annotated[str, typer.Option(help="Comma separated.")] = "fp32,fp16",
+    as_json: AsJson = False,
+) -> None:
+    """Gradient sums beside the MPI library's own Allreduce, on the ranks of this job."""
+    from hpc_train.comm.interface import Wire
+    from hpc_train.training.guard import guard
+
+    def options() -> tuple[list[int], list[Wire]]:
+        try:
+            return [parse_bytes(size) for size in sizes.split(",")], [Wire(wire) for wire in wires.split(",")]
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+    world, (num_bytes, formats) = _connect(options)
+
+    def run() -> int:
+        from hpc_train.bench.allreduce import render, run
+
+        records = run(world, num_bytes, formats)
+        if records is not None:
+            print(json.dumps([asdict(r) for r in records]) if as_json else render(records), flush=True)  # noqa: T201
+        world.close()
+        return EXIT_OK
+
+    sys.exit(guard(world, run))
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """What this machine and this launch have, and what is wrong with them."""
+    from hpc_train.training.guard import guard
+
+    world, _ = _connect(lambda: True)
+
+    def run() -> int:
+        from hpc_train.launch.doctor import examine, render
+
+        findings = examine(world)
+        if world.rank == 0:
+            print(json.dumps(findings.as_dict(), indent=2) if as_json else render(findings), flush=True)  # noqa: T201
+        world.close()
+        return findings.exit_code
+
+    sys.exit(guard(world, run))
+
+
+def _load(config: Path, overrides: list[str] | None) -> tuple[Settings, "Task"]:
+    from hpc_train.tasks.find import load_task
+
+    settings = load(config, overrides or [])
+    return settings, load_task(settings.task, settings.task_options)
+
+
+def _start(config: Path, overrides: list[str] | None) -> tuple["World", tuple[Settings, "Task"]]:
+    """Settings, task and world of a command that all ranks run."""
+    return _connect(lambda: _load(config, overrides), lambda loaded: loaded[0].comm.backend)
+
+
+def _connect(prepare: Callable[[], T], backend: Callable[[T], str] = lambda _: "auto") -> tuple["World", T]:
+    """Prepare without a message, then meet the other ranks: a mistake on any of them ends all, told once."""
+    from hpc_train.comm.connect import connect
+    from hpc_train.training.guard import attempt, settle
+
+    value, mistake = attempt(prepare)
+    world = connect("auto" if value is None else backend(value))
+    return world, settle(world, value, mistake)
+
+
+def _check_before_launch(args: list[str], ranks: int) -> None:
+    """Find a mistake in the settings before mpirun starts, whose own messages would bury ours."""
+    if args[0] not in ("train", "parity") or len(args) < 2 or args[1].startswith("-"):
+        return
+    from hpc_train.grid import Grid
+
+    settings = load(args[1], [arg for arg in args[2:] if "=" in arg and not arg.startswith("-")])
+    Grid.for_ranks(ranks, settings.grid.stages, settings.grid.fastest)
+
+
+def _speaks() -> bool:
+    """True on the rank whose words about a mistake are enough, as far as the environment tells."""
+    from hpc_train.launch.identity import find
+
+    identity = find(os.environ)
+    return identity is None or identity.rank == 0
+
+
+def main() -> Any:
+    """Entry point: a user's mistake is one line on stderr, from one rank, and exit code 2."""
+    try:
+        return app(standalone_mode=False)
+    except UserError as error:
+        line = f"error: {error}"
+    except typer.TyperException as error:
+        line = error.format_message()
+        line = (
+            line if "\n" in line else f"error: {line[0].lower()}{line[1:]}"
+        )  # a whole help page stays as it is
+    if _speaks():
+        print(line, file=sys.stderr, flush=True)  # noqa: T201
+    sys.exit(EXIT_USAGE)
+
+
+if __name__ == "__main__":
+    main()

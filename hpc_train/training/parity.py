@@ -1,0 +1,229 @@
+"""`hpc-train parity`: the same steps on the grid and in one plain PyTorch process, compared.
+
+Rank 0 also runs the plain side: the whole model, the whole batch at once, torch's own clipping and
+optimizer, and nothing of pipeline, buckets or wires.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from hpc_train.comm.interface import ControlPlane, World
+from hpc_train.config import Settings
+from hpc_train.data.loader import to_device
+from hpc_train.data.sampler import Cursor, take
+from hpc_train.grid import Grid
+from hpc_train.pipeline.layers import PlainModel
+from hpc_train.tasks.task import Task
+from hpc_train.training.optimizer import learning_rate, make_optimizer, set_learning_rate
+from hpc_train.training.worker import Layout, Worker
+
+Named = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far apart a quantity may be, and why that far."""
+
+    limit: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest relative difference of a quantity over all steps, and where it was."""
+
+    quantity: str
+    largest: float
+    where: str
+    tolerance: Tolerance
+
+    @property
+    def holds(self) -> bool:
+        """Within tolerance; NaN is not."""
+        return self.largest <= self.tolerance.limit
+
+
+_ADAPTIVE = (
+    "AdamW moves an element by about the learning rate whatever the size of its gradient, so that a rounded "
+    "small gradient moves it elsewhere"
+)
+_PROPORTIONAL = "updates are in proportion to gradients and differ as those do"
+
+
+def tolerances(settings: Settings) -> dict[str, Tolerance]:
+    """What `loss`, `gradients` and `parameters` must meet with these settings."""
+    adaptive = settings.optimizer.name == "adamw"
+    reason = _ADAPTIVE if adaptive else _PROPORTIONAL
+    if settings.gradients.wire == "fp16":
+        return {
+            "loss": Tolerance(1e-4, "loss itself is fp32, of parameters that rounded gradients have moved"),
+            "gradients": Tolerance(
+                2e-3, "fp16 keeps 11 bits: each contribution and the sum are rounded by up to 2^-11 = 4.9e-4"
+            ),
+            "parameters": Tolerance(5e-2 if adaptive else 2e-3, reason),
+        }
+    return {
+        "loss": Tolerance(1e-5, "fp32 sums in another order"),
+        "gradients": Tolerance(1e-4, "fp32 sums in another order, 1e-6 a step, growing from step to step"),
+        "parameters": Tolerance(1e-2 if adaptive else 1e-4, reason),
+    }
+
+
+class PlainSide:
+    """One process, the whole batch, plain PyTorch."""
+
+    def __init__(self, settings: Settings, task: Task, device: torch.device) -> None:
+        self._settings = settings
+        self._task = task
+        self.model: PlainModel = task.plain_model(settings.seed).to(device)
+        self.optimizer = make_optimizer(settings.optimizer, self.model.parameters())
+
+    def step(self, batch: tuple[Any, Any], rate: float) -> tuple[float, dict[str, Tensor]]:
+        """One update; returns the loss and the gradients before clipping, by name."""
+        inputs, target = batch
+        self.model.zero_grad()
+        loss = self._task.loss(self.model(inputs), target).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in self.model.named_parameters()
+            if p.requires_grad
+        }
+        if self._settings.optimizer.clip_norm:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.optimizer.clip_norm)
+        if self.optimizer is not None:
+            set_learning_rate(self.optimizer, rate)
+            self.optimizer.step()
+        return float(loss.detach()), gradients
+
+
+def compare(
+    settings: Settings,
+    task: Task,
+    world: World,
+    layout: Layout,
+    steps: int,
+    shares: tuple[int, ...] | None = None,
+    progress: Callable[[int], None] = lambda step: None,
+) -> list[Difference] | None:
+    """Run `steps` steps both ways.  All ranks take part; rank 0 gets the differences, others None.
+
+    `shares` gives each replica's samples of a batch; by default they are equal.
+    """
+    dataset = task.dataset("train")
+    worker = Worker(settings, task, world, layout)
+    plain = PlainSide(settings, task, layout.device) if world.rank == 0 else None
+    judge = _Judge(tolerances(settings))
+    start = _whole(worker.control, worker, lambda p: p)
+    cursor = Cursor(0, 0)
+    size = settings.batch.micro_batch
+    for step in range(steps):
+        batch = take(
+            len(dataset), settings.seed, cursor, settings.batch.size, shares or (1,) * layout.grid.replicas
+        )
+        cursor = batch.next
+        mine = batch.indices[layout.place.replica]
+        micro_batches = [_load(dataset, mine[i : i + size], layout) for i in range(0, len(mine), size)]
+        outcome = worker.backward(micro_batches, batch.size)
+        gradients = _whole(worker.control, worker, lambda p: p.grad)
+        rate = learning_rate(settings.optimizer, step, settings.train.steps)
+        worker.update(outcome, rate)
+        parameters = _whole(worker.control, worker, lambda p: p)
+        if plain is not None:
+            everything = _load(dataset, [i for part in batch.indices for i in part], layout)
+            loss, expected = plain.step(everything, rate)
+            where = f"step {step + 1}"
+            judge.see("loss", abs(outcome.loss - loss) / abs(loss), where)
+            judge.see_tensors("gradients", gradients, expected, where)
+            updates = {name: p.cpu() - start[name] for name, p in parameters.items()}
+            names = dict(plain.model.named_parameters())
+            judge.see_updates(
+                "parameters", updates, {n: names[n].detach().cpu() - start[n] for n in updates}, where
+            )
+        progress(step + 1)
+    worker.close()
+    return judge.differences if plain is not None else None
+
+
+def _load(dataset: Any, indices: Any, layout: Layout) -> tuple[Any, Any]:
+    inputs, target = default_collate([dataset[int(i)] for i in indices])
+    return to_device(inputs, layout.device), to_device(target, layout.device)
+
+
+def _whole(
+    control: ControlPlane, worker: Worker, part: Callable[[Tensor], Tensor | None]
+) -> dict[str, Tensor]:
+    """That part of every trained parameter of all stages, as replica 0 holds it; all ranks together."""
+    mine: dict[str, Tensor] = {}
+    if worker.place.replica == 0:
+        for name, parameter in worker.parameters.items():
+            value = part(parameter)
+            if parameter.requires_grad and value is not None:
+                mine[name] = value.detach().cpu().contiguous()
+    whole: dict[str, Tensor] = {}
+    for data in control.all_gather(save(mine) if mine else b""):
+        if data:
+            whole.update(load(data))
+    return whole
+
+
+class _Judge:
+    """Keeps the largest difference of each quantity."""
+
+    def __init__(self, limits: Mapping[str, Tolerance]) -> None:
+        self._limits = limits
+        self._largest: dict[str, tuple[float, str]] = {}
+
+    def see(self, quantity: str, difference: float, where: str) -> None:
+        """Take note of one relative difference."""
+        known = self._largest.get(quantity)
+        if known is None or not difference <= known[0]:  # NaN counts as the largest
+            self._largest[quantity] = (difference, where)
+
+    def see_tensors(self, quantity: str, got: Named, expected: Named, where: str) -> None:
+        """Each tensor's distance, relative to its norm.
+
+        Where a gradient is zero but for rounding (a bias before a softmax), its own norm says nothing:
+        a thousandth of the whole gradient's norm is the least that it is measured by.
+        """
+        if missing := set(expected) ^ set(got):
+            self.see(quantity, float("nan"), f"{where}: only one side has {sorted(missing)[0]}")
+        whole = float(torch.stack([e.double().norm() for e in expected.values()]).norm())
+        for name in expected.keys() & got.keys():
+            reference = expected[name].cpu().double()
+            distance = float((got[name].double() - reference).norm())
+            self.see(quantity, distance / max(float(reference.norm()), 1e-3 * whole), f"{where}, {name}")
+
+    def see_updates(self, quantity: str, got: Named, expected: Named, where: str) -> None:
+        """The distance of all that was added to the parameters since the start, relative to its norm."""
+        flat = torch.cat([expected[name].flatten().double() for name in sorted(expected)])
+        mine = torch.cat([got[name].flatten().double() for name in sorted(expected)])
+        self.see(quantity, float((mine - flat).norm() / flat.norm()), where)
+
+    @property
+    def differences(self) -> list[Difference]:
+        """By quantity, in the order of the limits."""
+        return [
+            Difference(name, *self._largest.get(name, (float("nan"), "never seen")), limit)
+            for name, limit in self._limits.items()
+        ]
+
+
+def render(settings: Settings, grid: Grid, steps: int, differences: Sequence[Difference]) -> str:
+    """A table of the differences with their tolerances and the reasons for these."""
+    lines = [
+        f"{grid.replicas} replicas x {grid.stages} stages against plain PyTorch: {steps} steps of "
+        f"{settings.batch.size} samples, {settings.gradients.wire} wire, {settings.pipeline.schedule}",
+        f"{'largest relative difference of':<32}{'is':>9}{'allowed':>10}",
+    ]
+    for d in differences:
+        verdict = "holds" if d.holds else "FAILS"
+        lines.append(f"{d.quantity:<32}{d.largest:>9.1e}{d.tolerance.limit:>10.1e}  {verdict}, at {d.where}")
+        lines.append(f"    allowed because: {d.tolerance.reason}")
+    return "\n".join(lines)

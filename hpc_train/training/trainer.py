@@ -1,0 +1,309 @@
+"""The training loop.
+
+    with Trainer(settings, task, world, layout, run_dir=Path("runs/demo")) as trainer:
+        result = trainer.fit()
+
+`Trainer.step` is one step in one direction: plan, batch, gradients, update, report.
+"""
+
+import json
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpc_train.checkpoint import snapshot
+from hpc_train.checkpoint.store import Store
+from hpc_train.comm.interface import World
+from hpc_train.config import Settings
+from hpc_train.coordinator.coordinator import Coordinator
+from hpc_train.coordinator.plan import Plan
+from hpc_train.coordinator.policies.equal_shares import EqualShares
+from hpc_train.coordinator.policies.save_every import SaveEvery
+from hpc_train.coordinator.policies.stop_at import StopAt
+from hpc_train.coordinator.policies.stop_on_signal import StopOnSignal
+from hpc_train.coordinator.report import Report
+from hpc_train.data.loader import Loader
+from hpc_train.data.sampler import Batch, Cursor, cut, take
+from hpc_train.errors import EXIT_OK, EXIT_STOPPED, UserError
+from hpc_train.launch.signals import SignalFlag
+from hpc_train.observe.metrics import RunDirectory
+from hpc_train.observe.progress import Progress
+from hpc_train.tasks.task import Task
+from hpc_train.training.optimizer import learning_rate
+from hpc_train.training.worker import Layout, Worker
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.  `loss` is the last step's; `evaluation` the last one's means, by name."""
+
+    step: int
+    loss: float
+    evaluation: dict[str, float]
+    exit_code: int
+
+
+class Trainer:
+    """Trains a task on a grid; every rank makes one and calls its methods together with the others.
+
+    Args:
+        settings: as `hpc_train.config.load` returns them.
+        task: the model, loss and data.
+        world: all ranks, from `hpc_train.comm.connect.connect`.
+        layout: where this rank stands in the grid.
+        run_dir: where metrics and checkpoints go; rank 0 writes the former, one replica the latter.
+        resume: "auto" takes the newest whole checkpoint of `run_dir` if there is one, "never" moves an
+            earlier run aside, anything else is the path of a checkpoint or of another run.
+        stop_at: save and stop after this step; the learning rate still follows `train.steps`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        task: Task,
+        world: World,
+        layout: Layout,
+        run_dir: Path,
+        resume: str = "auto",
+        stop_at: int | None = None,
+    ) -> None:
+        self.settings = settings
+        self.task = task
+        self.control = world.control
+        self.place = layout.place
+        self.replicas = layout.grid.replicas
+        self.leads = world.rank == 0
+        self.signal = SignalFlag()
+        self.run = RunDirectory(run_dir, writer=self.leads)
+        if resume == "never":
+            self.run.set_aside()
+        self.control.barrier()  # nobody looks for checkpoints before rank 0 has moved them
+        self.progress = Progress(total=settings.train.steps, shown=self.leads)
+        self.worker = Worker(settings, task, world, layout)
+        self.train_data = _Split(task, "train", settings, layout, world)
+        self.eval_data = _Split(task, "eval", settings, layout, world)
+        self.store = Store(run_dir / "checkpoints", settings.checkpoint.keep)
+        self.cursor = Cursor(0, 0)
+        self.done = 0  # steps finished
+        self.samples = 0  # seen over all epochs
+        self._stop_at = stop_at
+        self._evaluation: dict[str, float] = {}
+        if resume != "never":
+            self._resume("auto" if resume == "auto" else Path(resume))
+        self.coordinator = Coordinator(self.control, self._first_plan(), self._policies())
+        self.run.start(settings, world, resumed_at=self.done)
+
+    def _first_plan(self) -> Plan:
+        return Plan(step=self.done + 1, batch_size=self.settings.batch.size, shares=(0,) * self.replicas)
+
+    def _policies(self) -> list[Any]:
+        policies: list[Any] = [
+            EqualShares(),
+            SaveEvery(self.settings.checkpoint.every, self.settings.train.steps),
+            StopOnSignal(),
+        ]
+        return policies if self._stop_at is None else [*policies, StopAt(self._stop_at)]
+
+    def fit(self) -> Result:
+        """Train to the last step, or until the plan says stop; saves at the end."""
+        steps = self.settings.train.steps
+        report: Report | None = None
+        loss, plan = math.nan, None
+        with self.signal, self.progress:
+            if self.done >= steps:
+                self.progress.note(f"nothing to do: {self.done} of {steps} steps are done already")
+            while self.done < steps and not (plan and plan.stop):
+                plan, report, loss = self.step(report)
+                every = self.settings.train.evaluate_every
+                if self.done == steps or (every and self.done % every == 0):
+                    self.evaluate()
+                if plan.save:
+                    self.save()
+            if plan and plan.stop and plan.reason:
+                self.progress.note(f"stopped after step {self.done} of {steps}: {plan.reason}")
+        unfinished = self.done < steps and self.done != self._stop_at
+        return Result(self.done, loss, self._evaluation, EXIT_STOPPED if unfinished else EXIT_OK)
+
+    def step(self, report: Report | None) -> tuple[Plan, Report, float]:
+        """One step: what the coordinator planned, this rank's report of it, and the batch's mean loss."""
+        began = time.perf_counter()
+        plan = self.coordinator.exchange(report)
+        batch = self.train_data.take(self.cursor, plan)
+        mine = batch.indices[self.place.replica]
+        micro_batches = self.train_data.load(mine)
+        _seed_everything(self.settings.seed, plan.step, *self.place)
+
+        outcome = self.worker.backward(micro_batches, batch.size)
+        rate = learning_rate(self.settings.optimizer, self.done, self.settings.train.steps)
+        rate *= plan.learning_rate_scale
+        self.worker.update(outcome, rate)
+
+        self.cursor = batch.next
+        self.done = plan.step
+        self.samples += batch.size
+        self.train_data.prefetch(self.cursor, plan, self.place.replica)
+        watch = self.worker.stopwatch
+        report = Report(
+            rank=self.control.rank,
+            step=plan.step,
+            samples=len(mine),
+            compute_s=watch.compute_s,
+            wait_s=watch.wait_s,
+            comm_s=watch.comm_s,
+            grad_norm=outcome.grad_norm,
+            finite=outcome.finite,
+            signal=self.signal.seen,
+        )
+        watch.reset()
+        time_s = time.perf_counter() - began
+        line = {
+            "step": plan.step,
+            "epoch": self.cursor.epoch,
+            "time_s": time_s,
+            "loss": outcome.loss,
+            "samples": batch.size,
+            "samples_per_s": batch.size / time_s,
+            "learning_rate": rate,
+            "grad_norm": outcome.grad_norm,
+            "skipped": not outcome.finite,
+            "compute_s": report.compute_s,
+            "wait_s": report.wait_s,
+            "comm_s": report.comm_s,
+        }
+        self.run.record(line)
+        self.progress.step(line)
+        return plan, report, outcome.loss
+
+    def evaluate(self) -> dict[str, float]:
+        """Means over the held-out split of the loss and the task's metrics; every replica takes its part."""
+        whole = len(self.eval_data)
+        shares = cut(whole, [1] * self.replicas)
+        first = sum(shares[: self.place.replica])
+        mine = np.arange(first, first + shares[self.place.replica])
+        sums: dict[str, float] = {}
+        for begin in range(0, len(mine), self.settings.batch.size):
+            micro_batches = self.eval_data.load(mine[begin : begin + self.settings.batch.size])
+            for name, value in self.worker.pipeline.evaluate(micro_batches, self.task.metrics).items():
+                sums[name] = sums.get(name, 0.0) + value
+        parts = [json.loads(part) for part in self.control.all_gather(json.dumps(sums).encode())]
+        names = sorted({name for part in parts for name in part})
+        means = {name: sum(part.get(name, 0.0) for part in parts) / whole for name in names}
+        self._evaluation = means
+        self.run.record({"step": self.done, **{f"eval_{name}": value for name, value in means.items()}})
+        self.progress.note("evaluation: " + ", ".join(f"{name} {value:.4f}" for name, value in means.items()))
+        return means
+
+    def sample(self) -> str | None:
+        """Something to look at, made by the task with the first replica; known on rank 0 alone."""
+        text = None
+        if self.place.replica == 0:
+            text = self.task.sample(self.worker.pipeline.forward)
+        self.control.barrier()
+        return text if self.leads else None
+
+    def save(self) -> None:
+        """Write a checkpoint of the last finished step; all ranks together."""
+        writer = self.place.replica == 0
+        tensors = self._snapshot() if writer else {}
+        state = {
+            "step": self.done,
+            "samples": self.samples,
+            "epoch": self.cursor.epoch,
+            "offset": self.cursor.offset,
+            "seed": self.settings.seed,  # with step, replica and stage it gives the random state
+            "settings": self.settings.to_toml(),
+        }
+        path = self.store.save(self.done, tensors, state, self.control, writer=writer)
+        self.progress.note(f"saved {path}")
+
+    def _snapshot(self) -> dict[str, torch.Tensor]:
+        stage = self.worker.stage
+        return snapshot.take(self.worker.parameters, dict(stage.named_buffers()), self.worker.optimizer)
+
+    def _resume(self, which: Any) -> None:
+        loaded = self.store.load(which, self.worker.stage.layer_names, self.control, note=self.progress.note)
+        if loaded is None:
+            return
+        stage = self.worker.stage
+        snapshot.restore(
+            loaded.tensors, self.worker.parameters, dict(stage.named_buffers()), self.worker.optimizer
+        )
+        state = loaded.state
+        self.done, self.samples = state["step"], state["samples"]
+        self.cursor = Cursor(state["epoch"], state["offset"])
+        self.progress.note(f"resumed from {loaded.path}: {self.done} steps done")
+
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.train_data.close()
+        self.eval_data.close()
+        self.run.close()
+        if error is None:  # the rest waits for the other ranks, which may not come after a failure
+            self.coordinator.close()
+            self.worker.close()
+
+
+class _Split:
+    """One split of the data: read where a stage needs it, its length known everywhere."""
+
+    def __init__(self, task: Task, split: str, settings: Settings, layout: Layout, world: World) -> None:
+        self._seed = settings.seed
+        self._reads = layout.reads_data
+        self._micro_batch = settings.batch.micro_batch
+        dataset = task.dataset(split) if self._reads else None
+        lengths = world.control.all_gather(str(len(dataset)).encode() if dataset is not None else b"")
+        counts = {int(text) for text in lengths if text}
+        if len(counts) != 1 or 0 in counts:
+            raise UserError(
+                f"the {split} split has {' or '.join(map(str, sorted(counts)))} samples: "
+                "it must have some, and the same number on every host"
+            )
+        self._length = counts.pop()
+        self._loader = (
+            Loader(dataset, settings.data.workers, self._micro_batch, layout.device, settings.seed)
+            if dataset is not None
+            else None
+        )
+
+    def __len__(self) -> int:
+        return self._length
+
+    def take(self, cursor: Cursor, plan: Plan) -> Batch:
+        """The batch of a plan."""
+        return take(self._length, self._seed, cursor, plan.batch_size, plan.shares)
+
+    def load(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
+        """The micro-batches of these samples; on a stage between the ends only their number counts."""
+        if self._loader is not None:
+            return self._loader.load(indices)
+        return [(None, None)] * -(-len(indices) // self._micro_batch)
+
+    def prefetch(self, cursor: Cursor, plan: Plan, replica: int) -> None:
+        """Let the workers begin with the next batch, as it will be if the plan stays."""
+        if self._loader is not None:
+            self._loader.prefetch(self.take(cursor, plan).indices[replica])
+
+    def close(self) -> None:
+        """End the loader's workers."""
+        if self._loader is not None:
+            self._loader.close()
+
+
+def _seed_everything(seed: int, step: int, replica: int, stage: int) -> None:
+    """Random numbers of a step depend on the seed and the place alone: a resumed run draws the same."""
+    state = int(np.random.SeedSequence([seed, step, replica, stage]).generate_state(1)[0])
+    random.seed(state)
+    np.random.seed(state)
+    torch.manual_seed(state)

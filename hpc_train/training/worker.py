@@ -1,0 +1,144 @@
+"""What one rank holds of the model, and the update that all ranks make together.
+
+replica 0   stage 0 --activations--> stage 1      rows pass activations (PeerLink),
+               |                        |         columns sum gradients (Collective),
+replica 1   stage 0 --activations--> stage 1      all agree on norm and finiteness (ControlPlane)
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hpc_train.comm.interface import Collective, PeerLink, Wire, World
+from hpc_train.config import Settings
+from hpc_train.errors import UserError
+from hpc_train.gradients.reducer import Reducer
+from hpc_train.grid import Grid, Place
+from hpc_train.launch.binding import choose_device
+from hpc_train.pipeline.layers import LayerSpec, build_layer, count_parameters, layer_name
+from hpc_train.pipeline.partition import split_by_hand, split_evenly
+from hpc_train.pipeline.runtime import Pipeline
+from hpc_train.pipeline.stage import Stage
+from hpc_train.stopwatch import Stopwatch
+from hpc_train.tasks.task import Task
+from hpc_train.training.clip import clip_, squared_norm
+from hpc_train.training.optimizer import make_optimizer, set_learning_rate
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What all ranks know of a step: mean loss of the batch, global gradient norm, both finite or not."""
+
+    loss: float
+    grad_norm: float
+    finite: bool
+
+
+def layer_costs(specs: Sequence[LayerSpec]) -> list[float]:
+    """The share of the work that each layer stands for; only their ratios matter."""
+    if all(spec.cost is not None for spec in specs):
+        return [float(spec.cost or 0.0) for spec in specs]
+    return [float(max(1, count_parameters(spec))) for spec in specs]
+
+
+def split_layers(settings: Settings, specs: Sequence[LayerSpec]) -> list[range]:
+    """Which layers each stage holds.  Raises UserError when the split does not fit."""
+    stages = settings.grid.stages
+    if settings.pipeline.split == "auto":
+        return split_evenly(layer_costs(specs), stages)
+    return split_by_hand(settings.pipeline.split, len(specs), stages)
+
+
+class Layout:
+    """Where this rank stands and what it will hold: decided without a message.
+
+    Raises:
+        UserError: ranks, stages, layers and batch do not fit together.
+    """
+
+    def __init__(self, settings: Settings, task: Task, world: World) -> None:
+        self.grid = Grid.for_ranks(world.size, settings.grid.stages, settings.grid.fastest)
+        self.place: Place = self.grid.place(world.rank)
+        if settings.batch.size < self.grid.replicas:
+            raise UserError(
+                f"batch.size={settings.batch.size} cannot be cut into {self.grid.replicas} replicas: "
+                f"set batch.size to at least {self.grid.replicas}, or start fewer ranks"
+            )
+        self.specs = task.layers()
+        self.layers: range = split_layers(settings, self.specs)[self.place.stage]
+        self.device = choose_device(settings.train.device, world.local_rank)
+
+    @property
+    def reads_data(self) -> bool:
+        """The first stage reads inputs, the last one targets."""
+        return self.place.stage in (0, self.grid.stages - 1)
+
+
+class Worker:
+    """A stage of the model with its gradients, its optimizer and its links to the other ranks.
+
+    Making one is collective: all ranks do it together.
+    """
+
+    def __init__(self, settings: Settings, task: Task, world: World, layout: Layout) -> None:
+        self.control = world.control
+        self.place = layout.place
+        self.device = layout.device
+        self.stopwatch = Stopwatch()
+        self._clip_norm = settings.optimizer.clip_norm
+        stages = layout.grid.stages
+        modules = [
+            (layer_name(i), build_layer(layout.specs[i], i, settings.seed).to(self.device))
+            for i in layout.layers
+        ]
+        self.stage = Stage(modules, is_first=self.place.stage == 0, is_last=self.place.stage == stages - 1)
+        self.parameters = dict(self.stage.named_parameters())
+        self.optimizer = make_optimizer(settings.optimizer, self.parameters.values())
+        link: PeerLink = world.peer_link(layout.grid)
+        self.pipeline = Pipeline(
+            self.stage, link, self.place.stage, stages, settings.pipeline.schedule, task.loss, self.stopwatch
+        )
+        self.collective: Collective = world.collective(layout.grid, self.device)
+        self.reducer = Reducer(
+            list(self.parameters.items()),
+            self.collective,
+            Wire(settings.gradients.wire),
+            settings.gradients.bucket_bytes,
+            settings.gradients.overlap,
+        )
+
+    def backward(self, micro_batches: Sequence[tuple[Any, Any]], batch_size: int) -> Outcome:
+        """Leave in `gradients()` the mean gradient of a batch of `batch_size` samples over all replicas.
+
+        `micro_batches` are this replica's share, as (input, target) pairs; it may be empty.
+        """
+        self.reducer.begin(passes=len(micro_batches))
+        loss = self.pipeline.run(micro_batches, scale=1 / batch_size)
+        with self.stopwatch.timing("comm"):
+            self.reducer.finish()
+            # Replicas hold the same gradients by now, so that one of them speaks for its stage.
+            square = squared_norm(self.gradients()) if self.place.replica == 0 else 0.0
+            square, loss = self.control.total([square, loss])
+        finite = math.isfinite(square) and math.isfinite(loss)
+        return Outcome(loss / batch_size, math.sqrt(square) if finite else math.nan, finite)
+
+    def update(self, outcome: Outcome, learning_rate: float) -> None:
+        """Clip and step; all ranks skip a step whose gradients are not finite on any of them."""
+        if not outcome.finite or self.optimizer is None:
+            return
+        with self.stopwatch.timing("compute"):
+            clip_(self.gradients(), outcome.grad_norm, self._clip_norm)
+            set_learning_rate(self.optimizer, learning_rate)
+            self.optimizer.step()
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients of this stage's trained parameters."""
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
+
+    def close(self) -> None:
+        """End the summing thread; free what the backend holds.  All ranks together."""
+        self.reducer.close()
+        self.collective.close()

@@ -1,0 +1,94 @@
+"""Every grid, schedule, wire and cut of the batch against plain PyTorch: loss, gradients, parameters.
+
+The tolerances and the reasons for them stand in hpc_train.training.parity.tolerances.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CASES = Path(__file__).with_name("parity_cases.py")
+
+SMALL_LM = [
+    "task_options.context=16",
+    "task_options.hidden=32",
+    "task_options.blocks=4",
+    "task_options.heads=2",
+    "batch.size=12",
+    "batch.micro_batch=2",
+]
+
+
+def case(task, *overrides, **more):
+    small = SMALL_LM if task == "bytelm" else []
+    return {"config": str(EXAMPLES / f"{task}.toml"), "overrides": [*small, *overrides], **more}
+
+
+def check(mpirun, num_ranks, cases, *backend):
+    done = mpirun(num_ranks, [CASES, json.dumps(cases), *backend], timeout_s=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[{")]
+    assert len(lines) == len(cases), done.stdout
+    for asked, differences in zip(cases, lines, strict=True):
+        assert [d["quantity"] for d in differences] == ["loss", "gradients", "parameters"]
+        for d in differences:
+            assert d["holds"], f"{asked}: {d}"
+
+
+@pytest.mark.parametrize(("replicas", "stages"), [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (3, 2)])
+def test_schedules_and_wires(mpirun, replicas, stages):
+    cases = [
+        case("bytelm", f"grid.stages={stages}", f"pipeline.schedule={schedule}", f"gradients.wire={wire}")
+        for schedule in ("gpipe", "1f1b")
+        for wire in ("fp32", "fp16")
+    ]
+    check(mpirun, replicas * stages, cases)
+
+
+@pytest.mark.parametrize("fastest", ["stage", "replica"])
+def test_ragged_batches_and_a_zero_share(mpirun, fastest):
+    grid = ["grid.stages=2", f"grid.fastest={fastest}", "gradients.wire=fp32"]
+    cases = [
+        # 13 samples in micro-batches of 3 over 2 replicas: 7 = 3 + 3 + 1 and 6 = 3 + 3
+        case("bytelm", *grid, "batch.size=13", "batch.micro_batch=3"),
+        case("bytelm", *grid, "batch.size=13", "batch.micro_batch=3", shares=[12, 1]),
+        case("bytelm", *grid, "batch.size=12", shares=[0, 1]),
+        case("bytelm", *grid, "batch.size=12", "pipeline.schedule=gpipe", shares=[1, 0]),
+        # fewer micro-batches than stages
+        case("bytelm", *grid, "batch.size=2", "batch.micro_batch=2", steps=2),
+    ]
+    check(mpirun, 4, cases)
+
+
+def test_a_last_batch_of_the_epoch_that_is_short(mpirun):
+    # 150 samples in batches of 64: the third step has 22
+    cases = [
+        case(
+            "regression", "task_options.samples=150", "batch.size=64", "batch.micro_batch=8", "grid.stages=2"
+        )
+    ]
+    check(mpirun, 4, cases)
+
+
+def test_clipping_is_by_the_norm_of_all_stages(mpirun):
+    clip = ["gradients.wire=fp32", "optimizer.name=sgd", "optimizer.clip_norm=0.05"]
+    check(mpirun, 4, [case("bytelm", "grid.stages=4", *clip), case("bytelm", "grid.stages=2", *clip)])
+
+
+def test_a_split_by_hand_small_buckets_and_sums_after_backward(mpirun):
+    cases = [
+        case("bytelm", "grid.stages=2", "pipeline.split=[1, 5]", "gradients.bucket_bytes=4KiB"),
+        case("bytelm", "grid.stages=2", "gradients.overlap=false"),
+    ]
+    check(mpirun, 4, cases)
+
+
+def test_convolutions_on_real_digits(mpirun):
+    check(mpirun, 4, [case("digits", f"grid.stages={stages}", "gradients.wire=fp32") for stages in (1, 2, 4)])
+
+
+@pytest.mark.parametrize("wire", ["fp32", "fp16"])
+def test_gradients_through_torch_distributed(mpirun, wire):
+    check(mpirun, 4, [case("bytelm", "grid.stages=2", f"gradients.wire={wire}")], "gloo")
