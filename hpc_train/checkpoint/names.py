@@ -1,0 +1,62 @@
+"""Names of state and of files: by layer, never by rank.  PURE: neither torch nor MPI.
+
+    layers.3.weight                        a parameter or a buffer
+    optimizer/layers.3.weight/exp_avg      what the optimizer keeps for it
+
+    RUN/checkpoints/step-00000100/manifest.json
+    RUN/checkpoints/step-00000100/layers-0-3-1f0c9a2b.safetensors
+"""
+
+import re
+from collections.abc import Iterable
+
+MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"
+
+_OPTIMIZER = "optimizer/"
+_LAYER = re.compile(r"(?:optimizer/)?layers\.(\d+)\.")
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def step_directory(step: int) -> str:
+    """The directory of the checkpoint after `step` steps."""
+    return f"step-{step:08d}"
+
+
+def step_of(directory: str) -> int | None:
+    """The step of a directory's name, or None when it is not a checkpoint's."""
+    match = _STEP.fullmatch(directory)
+    return int(match[1]) if match else None
+
+
+def group_file(layers: Iterable[int], token: str) -> str:
+    """The file of a group of layers; the token tells two writings of the same step apart."""
+    ends = sorted(layers)
+    span = f"{ends[0]}-{ends[-1]}" if len(ends) > 1 else f"{ends[0]}"
+    return f"layers-{span}-{token}.safetensors"
+
+
+def layer_of(name: str) -> int:
+    """The layer that a tensor belongs to.  Raises ValueError when its name does not say so."""
+    match = _LAYER.match(name)
+    if match is None:
+        raise ValueError(f"state is named by layer, such as layers.3.weight: {name!r} is not")
+    return int(match[1])
+
+
+def optimizer_name(parameter: str, key: str) -> str:
+    """The name of the optimizer state `key` of a parameter."""
+    return f"{_OPTIMIZER}{parameter}/{key}"
+
+
+def split_optimizer_name(name: str) -> tuple[str, str] | None:
+    """(parameter, key) of an optimizer state's name, None for a parameter or buffer."""
+    if not name.startswith(_OPTIMIZER):
+        return None
+    parameter, _, key = name[len(_OPTIMIZER) :].rpartition("/")
+    return parameter, key
+
+
+def is_model(name: str) -> bool:
+    """True for a parameter or buffer, False for optimizer state."""
+    return not name.startswith(_OPTIMIZER)

@@ -1,0 +1,81 @@
+"""One safetensors file: written atomically, checked against its record, read in part."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hpc_train.checkpoint.manifest import Broken, FileRecord, sync_directory
+
+_PIECE_BYTES = 4 * 2**20
+
+
+def write(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
+    """Write all tensors to `path`, which is not there before it is complete and on the disk.
+
+    Raises:
+        OSError: no space, no permission and the like; nothing is left at `path` then.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        save_file(_separate(tensors), temporary, metadata={"format": "pt"})
+        record = _measure(temporary, sync=True)
+        os.replace(temporary, path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_directory(path.parent)
+    return record
+
+
+def check(path: Path, record: FileRecord) -> None:
+    """Compare a file with its record.  Raises Broken with the difference."""
+    try:
+        size = path.stat().st_size
+        if size != record.bytes:
+            raise Broken(f"{path.name} has {size} bytes instead of {record.bytes}")
+        if _measure(path) != record:
+            raise Broken(f"the checksum of {path.name} is wrong: its content has changed")
+    except FileNotFoundError:
+        raise Broken(f"{path.name} is missing") from None
+    except OSError as error:
+        raise Broken(f"{path.name} cannot be read: {error}") from None
+
+
+def read(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """These tensors, on the CPU, in memory of their own.  Raises OSError."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            # A clone, because what safe_open gives may be a view of the mapped file.
+            return {name: file.get_tensor(name).clone() for name in names}
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous, and no two in the same memory, as the format wants it (tied parameters are)."""
+    separate: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        address = tensor.data_ptr()
+        separate[name] = tensor.detach().clone() if address in seen else tensor.detach().contiguous()
+        if tensor.numel():
+            seen.add(address)
+    return separate
+
+
+def _measure(path: Path, sync: bool = False) -> FileRecord:
+    digest = hashlib.sha256()
+    size = 0
+    with open(path, "rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+            size += len(piece)
+    return FileRecord(bytes=size, sha256=digest.hexdigest())

@@ -1,0 +1,162 @@
+"""Gradients side by side in flat memory, so that many of them travel together.
+
+parameters, as given     embedding   weight   bias   head
+backward makes them      head   bias   weight   embedding
+buckets                  0 [head  bias]   1 [weight]   2 [embedding]     summed in this order
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hpc_train.comm.interface import Collective
+from hpc_train.errors import UserError
+
+_ALIGNMENT = 16  # elements, 64 bytes: every gradient starts where vector instructions like it
+
+
+@dataclass(eq=False)
+class Slot:
+    """The place of one parameter's gradient in its bucket.
+
+    `view`: a piece of the bucket's buffer, with the parameter's shape and memory format.
+    `fired`: the backward passes that reached the parameter in this step.
+    `used`: whether this rank had a gradient when the bucket was filled.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    view: Tensor
+    fired: int = 0
+    used: bool = False
+
+    def place(self, gradient: Tensor) -> None:
+        """Write a gradient into the bucket, unless that is where it lies."""
+        if gradient.layout != torch.strided:
+            gradient = gradient.to_dense()
+        if gradient.data_ptr() != self.view.data_ptr() or gradient.dtype != self.view.dtype:
+            self.view.copy_(gradient.detach())
+
+    def keep(self) -> None:
+        """Make `parameter.grad` lie in the bucket; only fp32 can, as torch wants the parameter's dtype."""
+        gradient = self.parameter.grad
+        if gradient is not None and self.parameter.dtype == torch.float32:
+            self.place(gradient)
+            self._attach()
+
+    def gather(self) -> None:
+        """Fill the bucket from `parameter.grad`, whoever made it; none counts as zero."""
+        gradient = self.parameter.grad
+        self.used = gradient is not None
+        if gradient is None:
+            self.view.zero_()
+        else:
+            self.place(gradient)
+
+    def scatter(self) -> None:
+        """Make `parameter.grad` what the bucket holds: the view itself for fp32, else a copy."""
+        if self.parameter.dtype == torch.float32:
+            self._attach()
+        else:
+            self.parameter.grad = self.view.to(self.parameter.dtype)
+
+    def _attach(self) -> None:
+        gradient = self.parameter.grad
+        if gradient is None or gradient.data_ptr() != self.view.data_ptr():
+            # An alias: `p.grad.data = ...`, as old scripts write, must not move our own view.
+            self.parameter.grad = self.view.detach()
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Gradients that travel together: `buffer` is fp32 [elements] from `Collective.allocate`."""
+
+    index: int
+    buffer: Tensor
+    slots: list[Slot]
+
+    def gather(self) -> None:
+        """Fill the buffer from the parameters' gradients."""
+        for slot in self.slots:
+            slot.gather()
+
+    def scatter(self) -> None:
+        """Make the parameters' gradients what the buffer holds."""
+        for slot in self.slots:
+            slot.scatter()
+
+
+def trained(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+    """Those that get gradients, each once, under its first name: tied parameters are one."""
+    first_names: dict[nn.Parameter, str] = {}
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            first_names.setdefault(parameter, name)
+    return [(name, parameter) for parameter, name in first_names.items()]
+
+
+def make_buckets(
+    named_parameters: Sequence[tuple[str, nn.Parameter]], collective: Collective, bucket_bytes: int
+) -> list[Bucket]:
+    """Buckets of at most `bucket_bytes` of fp32, in the order of backward; a larger parameter has its own.
+
+    Parameters of another dtype are converted on the way in and out, so that fp64 gradients keep the
+    24 bits of fp32 (an fp64 sum would send twice the bytes).
+
+    Raises:
+        UserError: a parameter is lazy, complex, or not on the collective's device.
+    """
+    groups: list[list[tuple[str, nn.Parameter]]] = []
+    room = 0
+    for name, parameter in reversed(trained(named_parameters)):
+        if is_lazy(parameter):
+            raise UserError(f"parameter {name} has no shape yet: run the model once on some input first")
+        if parameter.is_complex():
+            raise UserError(f"parameter {name} is {parameter.dtype}: use two real parameters instead")
+        num_bytes = 4 * _padded(parameter.numel())
+        if not groups or num_bytes > room:
+            groups.append([])
+            room = bucket_bytes
+        groups[-1].append((name, parameter))
+        room -= num_bytes
+    return [_make_bucket(index, group, collective) for index, group in enumerate(groups)]
+
+
+def fingerprint(buckets: Sequence[Bucket]) -> int:
+    """24 bits that differ where buckets, or names, shapes, memory formats or dtypes of parameters do."""
+    layout = [
+        [(s.name, tuple(s.view.shape), s.view.stride(), str(s.parameter.dtype)) for s in bucket.slots]
+        for bucket in buckets
+    ]
+    return zlib.crc32(repr(layout).encode()) >> 8
+
+
+def _make_bucket(index: int, group: Sequence[tuple[str, nn.Parameter]], collective: Collective) -> Bucket:
+    buffer = collective.allocate(sum(_padded(parameter.numel()) for _, parameter in group))
+    slots = []
+    offset = 0
+    for name, parameter in group:
+        if parameter.device != buffer.device:
+            raise UserError(
+                f"parameter {name} is on {parameter.device}, but gradients are summed on {buffer.device}: "
+                f"move the whole model there first"
+            )
+        slots.append(Slot(name, parameter, _view(buffer[offset : offset + parameter.numel()], parameter)))
+        offset += _padded(parameter.numel())
+    return Bucket(index, buffer, slots)
+
+
+def _padded(numel: int) -> int:
+    return -(-numel // _ALIGNMENT) * _ALIGNMENT
+
+
+def _view(piece: Tensor, parameter: Tensor) -> Tensor:
+    """`piece` with the parameter's shape, and its strides where it is dense (channels_last is)."""
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    inverse = sorted(range(parameter.dim()), key=order.__getitem__)
+    view = piece.view([parameter.shape[dim] for dim in order]).permute(inverse)
+    return view if view.stride() == parameter.stride() else piece.view(parameter.shape)

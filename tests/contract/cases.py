@@ -1,0 +1,352 @@
+"""What every backend must do: functions `check_...(world)`, called on all ranks together.
+
+They know the contracts of hpc_train.comm.interface and nothing of a backend.  test_loopback.py runs
+them on threads, launch.py under mpirun.
+"""
+
+import threading
+
+import torch
+
+from hpc_train.comm.interface import Wire, World
+from hpc_train.grid import Grid
+
+CPU = torch.device("cpu")
+SIZES = (0, 1, 7, 100_003)  # nothing; fewer values than ranks; pieces that are not even
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+
+
+def checks():
+    """All of them, by name."""
+    return {name: value for name, value in globals().items() if name.startswith("check_")}
+
+
+# ---- sums ----------------------------------------------------------------------------------------
+
+
+def contributions(num_ranks: int, numel: int) -> list[torch.Tensor]:
+    """Gradient-like values of every rank, known to every rank."""
+    return [
+        torch.randn(numel, generator=torch.Generator().manual_seed(1000 + rank)) for rank in range(num_ranks)
+    ]
+
+
+def assert_sum(world: World, got: torch.Tensor, parts: list[torch.Tensor], wire: Wire) -> None:
+    """`got` is the sum of `parts` as well as the wire's number format allows, with the same bits everywhere."""
+    exact = sum(part.double() for part in parts)
+    magnitude = sum(part.double().abs() for part in parts)
+    # fp32 additions: each rounds its partial sum, which is at most the sum of magnitudes, to 24 bits.
+    tolerance = len(parts) * 2.0**-24 * magnitude
+    if wire is Wire.FP16:
+        # Each contribution and the sum round to 11 bits, that is by 2^-11 of themselves, or else by half
+        # of fp16's smallest step, 2^-24, where the largest value of the buffer stands at 2^14 or more.
+        largest = sum(part.double().abs().max() for part in parts) if exact.numel() else 0.0
+        tolerance = tolerance + 1.001 * 2.0**-10 * magnitude + 2.0**-37 * largest
+    assert bool((torch.abs(got.double() - exact) <= tolerance).all())
+    assert_same_bits(world, got)
+
+
+def assert_same_bits(world: World, tensor: torch.Tensor) -> None:
+    everywhere = world.control.all_gather(tensor.view(torch.uint8).numpy().tobytes())
+    assert len(set(everywhere)) == 1
+
+
+def check_sum_of_every_size(world: World) -> None:
+    collective = world.collective(Grid(world.size, 1), CPU)
+    assert (collective.rank, collective.size) == (world.rank, world.size)
+    for wire in Wire:
+        for numel in (*SIZES, *reversed(SIZES)):
+            parts = contributions(world.size, numel)
+            buffer = collective.allocate(numel)
+            assert buffer.dtype is torch.float32
+            assert not buffer.any()
+            buffer.copy_(parts[world.rank])
+            collective.sum_(buffer, wire)
+            assert_sum(world, buffer, parts, wire)
+    collective.close()
+
+
+def check_sum_of_a_part_leaves_the_rest(world: World) -> None:
+    collective = world.collective(Grid(world.size, 1), CPU)
+    for wire in Wire:
+        parts = contributions(world.size, 1000)
+        memory = collective.allocate(1010)
+        memory[5:1005] = parts[world.rank]
+        collective.sum_(memory[5:1005], wire)
+        assert_sum(world, memory[5:1005].clone(), parts, wire)
+        assert not memory[:5].any()
+        assert not memory[1005:].any()
+    collective.close()
+
+
+def check_sum_neither_overflows_nor_underflows(world: World) -> None:
+    """fp16 alone ends at 65,504 and at 6e-8: sums near and far beyond both must hold."""
+    collective = world.collective(Grid(world.size, 1), CPU)
+    for wire in Wire:
+        for scale in (6.0e4, 1.0e30, 1.0e-30, 1.0e-7):
+            parts = [scale * (1 + part.abs().clamp(max=1)) for part in contributions(world.size, 4099)]
+            buffer = parts[world.rank].clone()
+            collective.sum_(buffer, wire)
+            assert bool(buffer.isfinite().all())
+            assert bool(buffer.all())
+            assert_sum(world, buffer, parts, wire)
+        parts = contributions(world.size, 4099)
+        for rank, part in enumerate(
+            parts
+        ):  # each rank in a range of its own, and one value far above the rest
+            part *= 10.0 ** (20 * (rank % 3) - 20)
+            part[17 * rank] *= 1e6
+        buffer = parts[world.rank].clone()
+        collective.sum_(buffer, wire)
+        assert_sum(world, buffer, parts, wire)
+    collective.close()
+
+
+def check_sum_keeps_what_is_not_finite(world: World) -> None:
+    collective = world.collective(Grid(world.size, 1), CPU)
+    for wire in Wire:
+        for bad in (float("inf"), float("-inf"), float("nan")):
+            buffer = torch.ones(1001)
+            if world.rank == world.size - 1:
+                buffer[3] = buffer[900] = bad
+            collective.sum_(buffer, wire)
+            wrong = ~buffer.isfinite()
+            assert wrong.nonzero().flatten().tolist() == [3, 900]
+            assert buffer[4].item() == world.size
+            assert_same_bits(world, wrong)
+    collective.close()
+
+
+def check_sum_in_a_thread_beside_messages(world: World) -> None:
+    """The reducer's thread sums while the main thread passes activations and talks to rank 0."""
+    grid = Grid(world.size // 2, 2) if world.size % 2 == 0 else Grid(world.size, 1)
+    collective = world.collective(grid, CPU)
+    link = world.peer_link(grid)
+    place = grid.place(world.rank)
+    rounds, numel = 12, 50_000
+    sums: list[torch.Tensor] = []
+    errors: list[BaseException] = []
+
+    def reduce() -> None:
+        try:
+            for i in range(rounds):
+                buffer = torch.full((numel,), float(place.replica + i))
+                collective.sum_(buffer, Wire.FP16 if i % 2 else Wire.FP32)
+                sums.append(buffer)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    thread = threading.Thread(target=reduce)
+    if collective.threaded:
+        thread.start()
+    for i in range(rounds):
+        gathered = world.control.gather(bytes([world.rank, i]))
+        if grid.stages == 2:
+            other = 1 - place.stage
+            arrived = torch.empty(numel)
+            receive = link.irecv(arrived, other, tag=i)
+            send = link.isend(torch.full((numel,), float(world.rank)), other, tag=i)
+            receive.wait()
+            send.wait()
+            assert bool((arrived == grid.rank(place.replica, other)).all())
+        told = world.control.broadcast(bytes([i]) if world.rank == 0 else None, 1)
+        records = gathered.result()
+        assert records == ([bytes([rank, i]) for rank in range(world.size)] if world.rank == 0 else None)
+        assert told.result() == bytes([i])
+    if collective.threaded:
+        thread.join()
+    else:
+        reduce()
+    assert not errors
+    for i, buffer in enumerate(sums):
+        assert bool((buffer == sum(replica + i for replica in range(grid.replicas))).all())
+    assert len(sums) == rounds
+    collective.close()
+
+
+def check_max_broadcast_and_barrier(world: World) -> None:
+    collective = world.collective(Grid(world.size, 1), CPU)
+    assert collective.max(float(-world.rank)) == 0.0
+    assert collective.max(1.0 + world.rank) == float(world.size)
+    for root in range(world.size):
+        for dtype in DTYPES:
+            for shape in ((), (0,), (3, 5)):
+                tensor = torch.full(shape, world.rank + 1).to(dtype)
+                collective.broadcast_(tensor, root)
+                assert torch.equal(tensor, torch.full(shape, root + 1).to(dtype))
+        transposed = torch.full((4, 3), float(world.rank)).t()
+        collective.broadcast_(transposed, root)
+        assert bool((transposed == root).all())
+        parameter = torch.nn.Parameter(torch.full((3,), float(world.rank)))
+        collective.broadcast_(parameter, root)
+        assert parameter.tolist() == [root] * 3
+    collective.barrier()
+    collective.close()
+
+
+# ---- peer links ----------------------------------------------------------------------------------
+
+
+def neighbours(world: World):
+    """A ring of stages: the link, the stage before and the stage after."""
+    link = world.peer_link(Grid(1, world.size))
+    return link, (world.rank - 1) % world.size, (world.rank + 1) % world.size
+
+
+def check_peer_link_of_any_dtype_and_shape(world: World) -> None:
+    link, before, after = neighbours(world)
+    for dtype in DTYPES:
+        for shape in ((), (0,), (1,), (3, 5), (2, 0, 4)):
+            arrived = torch.empty(shape, dtype=dtype)
+            receive = link.irecv(arrived, before, tag=5)
+            send = link.isend(torch.full(shape, world.rank + 2).to(dtype), after, tag=5)
+            receive.wait()
+            send.wait()
+            assert torch.equal(arrived, torch.full(shape, before + 2).to(dtype))
+
+
+def check_peer_link_sends_what_requires_gradients(world: World) -> None:
+    link, before, after = neighbours(world)
+    activation = torch.full((4,), float(world.rank), requires_grad=True) * 2
+    arrived = torch.empty(4)
+    receive = link.irecv(arrived, before, tag=0)
+    send = link.isend(activation, after, tag=0)
+    receive.wait()
+    send.wait()
+    assert arrived.tolist() == [2.0 * before] * 4
+    assert not arrived.requires_grad
+
+
+def check_peer_link_keeps_order_and_tags_apart(world: World) -> None:
+    link, before, after = neighbours(world)
+    same_tag = [torch.full((3,), 10.0 * world.rank + i) for i in range(4)]
+    sends = [link.isend(tensor, after, tag=1) for tensor in same_tag]
+    sends += [link.isend(torch.full((2,), tag), after, tag=tag) for tag in (30, 32_766, 31)]
+    tagged = {tag: torch.empty(2, dtype=torch.int64) for tag in (31, 30, 32_766)}
+    arrived = [torch.empty(3) for _ in same_tag]
+    receives = [link.irecv(out, before, tag=tag) for tag, out in tagged.items()]
+    receives += [link.irecv(out, before, tag=1) for out in arrived]
+    for work in (*receives, *sends):
+        work.wait()
+    assert [int(out[0]) for out in arrived] == [10 * before + i for i in range(4)]
+    assert all(out.tolist() == [tag, tag] for tag, out in tagged.items())
+
+
+def check_peer_link_ring_of_large_messages(world: World) -> None:
+    """Everybody sends 4 MB before anybody waits to receive: no deadlock."""
+    link, before, after = neighbours(world)
+    for sends_first in (True, False):
+        arrived = torch.empty(2**20)
+        mine = torch.full((2**20,), float(world.rank))
+        if sends_first:
+            works = [link.isend(mine, after, tag=2), link.irecv(arrived, before, tag=2)]
+        else:
+            works = [link.irecv(arrived, before, tag=2), link.isend(mine, after, tag=2)]
+        for work in works:
+            work.wait()
+        assert bool((arrived == before).all())
+
+
+def check_two_links_do_not_mix(world: World) -> None:
+    first, before, after = neighbours(world)
+    second = world.peer_link(Grid(1, world.size))
+    sends = [first.isend(torch.tensor(1), after, tag=0), second.isend(torch.tensor(2), after, tag=0)]
+    outs = torch.empty(2, dtype=torch.int64)
+    receives = [second.irecv(outs[1], before, tag=0), first.irecv(outs[0], before, tag=0)]
+    for work in (*receives, *sends):
+        work.wait()
+    assert outs.tolist() == [1, 2]
+
+
+# ---- control plane -------------------------------------------------------------------------------
+
+
+def check_gather_and_broadcast_overlap(world: World) -> None:
+    """Two of each under way at once, other operations between, results fetched late."""
+    control = world.control
+    assert (control.rank, control.size) == (world.rank, world.size)
+    gathers = [control.gather(bytes([world.rank, i]) * 10) for i in range(2)]
+    broadcasts = [control.broadcast(bytes([i]) * 9 if world.rank == 0 else None, 9) for i in range(2)]
+    assert control.agree(True)
+    third = control.gather(bytes([world.rank]))
+    assert [pending.result() for pending in broadcasts] == [bytes([i]) * 9 for i in range(2)]
+    for i, pending in enumerate(gathers):
+        records = pending.result()
+        if world.rank == 0:
+            assert records == [bytes([rank, i]) * 10 for rank in range(world.size)]
+        else:
+            assert records is None
+    assert (third.result() is None) == (world.rank > 0)
+
+
+def check_all_gather_of_any_length(world: World) -> None:
+    mine = bytes([world.rank + 1]) * (1000 * world.rank)
+    assert world.control.all_gather(mine) == [bytes([rank + 1]) * (1000 * rank) for rank in range(world.size)]
+    assert world.control.all_gather(b"") == [b""] * world.size
+    long = world.control.all_gather(bytes(300_000) if world.rank == 0 else b"short")
+    assert [len(data) for data in long] == [300_000] + [5] * (world.size - 1)
+
+
+def check_total_has_the_same_bits(world: World) -> None:
+    values = [1e16 * (-1) ** world.rank, 0.1 * (world.rank + 1), float(world.rank)]
+    totals = world.control.total(values)
+    everywhere = world.control.all_gather(repr(totals).encode())
+    assert len(set(everywhere)) == 1
+    assert totals[2] == sum(range(world.size))
+    assert abs(totals[1] - 0.1 * sum(range(1, world.size + 1))) < 1e-12
+    assert world.control.total([]) == []
+
+
+def check_agree(world: World) -> None:
+    assert world.control.agree(True)
+    for odd_one in range(world.size):
+        assert not world.control.agree(world.rank != odd_one)
+    assert not world.control.agree(False)
+    world.control.barrier()
+
+
+# ---- worlds and grids ----------------------------------------------------------------------------
+
+
+def check_world_knows_its_host(world: World) -> None:
+    hosts = [data.decode() for data in world.control.all_gather(world.host.encode())]
+    local_ranks = [int(data) for data in world.control.all_gather(str(world.local_rank).encode())]
+    assert hosts[world.rank] == world.host
+    here = [local_rank for local_rank, host in zip(local_ranks, hosts, strict=True) if host == world.host]
+    assert here == list(range(world.local_size))
+    assert world.describe()["backend"] in ("mpi", "loopback")
+
+
+def check_every_grid(world: World) -> None:
+    """Sums stay within a stage, messages within a replica, for each way to lay out the ranks."""
+    for stages in (stages for stages in range(1, world.size + 1) if world.size % stages == 0):
+        for fastest in ("stage", "replica"):
+            grid = Grid(world.size // stages, stages, fastest)
+            place = grid.place(world.rank)
+            collective = world.collective(grid, CPU)
+            link = world.peer_link(grid)
+            assert (collective.rank, collective.size) == (place.replica, grid.replicas)
+
+            buffer = torch.full((5,), float(world.rank))
+            collective.sum_(buffer, Wire.FP32)
+            assert buffer.tolist() == [sum(grid.replicas_of(place.stage))] * 5
+
+            arrived = torch.full((stages,), -1)
+            others = [stage for stage in range(stages) if stage != place.stage]
+            works = [link.irecv(arrived[stage], stage, tag=3) for stage in others]
+            works += [link.isend(torch.tensor(world.rank), stage, tag=3) for stage in others]
+            for work in works:
+                work.wait()
+            arrived[place.stage] = world.rank
+            assert arrived.tolist() == grid.stages_of(place.replica)
+            collective.close()

@@ -1,0 +1,49 @@
+"""What only the MPI backend has to show."""
+
+import torch
+
+from hpc_train.comm.interface import Wire, World
+from hpc_train.grid import Grid
+
+
+def checks():
+    """All of them, by name."""
+    return {name: value for name, value in globals().items() if name.startswith("check_")}
+
+
+def check_long_messages_go_in_pieces(world: World) -> None:
+    """MPI counts with 32 bits.  A limit of 1,000 bytes stands for that of 1 GiB."""
+    from hpc_train.comm import mpi_memory
+
+    usual, mpi_memory.CHUNK_BYTES = mpi_memory.CHUNK_BYTES, 1000
+    try:
+        link = world.peer_link(Grid(1, world.size))
+        arrived = torch.empty(777, dtype=torch.float64)
+        mine = torch.arange(777, dtype=torch.float64) + world.rank
+        works = [
+            link.irecv(arrived, (world.rank - 1) % world.size, tag=0),
+            link.isend(mine, (world.rank + 1) % world.size, tag=0),
+        ]
+        for work in works:
+            work.wait()
+        assert torch.equal(arrived, torch.arange(777, dtype=torch.float64) + (world.rank - 1) % world.size)
+
+        collective = world.collective(Grid(world.size, 1), torch.device("cpu"))
+        buffer = torch.arange(777.0)
+        collective.sum_(buffer, Wire.FP32)
+        assert torch.equal(buffer, torch.arange(777.0) * world.size)
+        buffer = torch.arange(777.0) * (world.rank + 1)
+        collective.broadcast_(buffer, world.size - 1)
+        assert torch.equal(buffer, torch.arange(777.0) * world.size)
+        collective.close()
+    finally:
+        mpi_memory.CHUNK_BYTES = usual
+
+
+def check_a_message_longer_than_an_int(world: World) -> None:
+    """3 GiB would take too long for every run; see `check_long_messages_go_in_pieces` for how it goes."""
+    from hpc_train.comm.mpi_memory import CHUNK_BYTES, chunks
+
+    parts = chunks(torch.empty(3 * 2**30 + 5, dtype=torch.uint8))  # memory that nobody touches
+    assert [part.nbytes for part in parts] == [CHUNK_BYTES] * 3 + [5]
+    assert CHUNK_BYTES < 2**31

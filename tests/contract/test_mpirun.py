@@ -1,0 +1,38 @@
+"""The contract under mpirun: one launch for all checks of a backend, number of ranks and thread level."""
+
+import functools
+from pathlib import Path
+
+import cases
+import mpi_cases
+import pytest
+
+LAUNCH = Path(__file__).with_name("launch.py")
+# Below SERIALIZED only the main thread may call MPI: the sums are then made there.
+MPI_LAUNCHES = [(2, "multiple"), (4, "multiple"), (3, "serialized"), (4, "serialized"), (2, "funneled")]
+
+
+@functools.cache
+def launched(mpirun, backend, names, num_ranks, level):
+    return mpirun(num_ranks, [LAUNCH, backend, *names], timeout_s=120, env={"HPC_TRAIN_THREAD_LEVEL": level})
+
+
+def assert_passed(name, done):
+    if f"passed {name}\n" not in done.stdout:
+        if f" in {name}\n" not in done.stderr and done.returncode:
+            pytest.skip("a check before it has failed")
+        pytest.fail(done.stdout + done.stderr, pytrace=False)
+
+
+@pytest.mark.parametrize(("num_ranks", "level"), MPI_LAUNCHES)
+@pytest.mark.parametrize("name", cases.checks() | mpi_cases.checks())
+def test_mpi(name, num_ranks, level, mpirun):
+    names = tuple(cases.checks() | mpi_cases.checks())
+    assert_passed(name, launched(mpirun, "mpi", names, num_ranks, level))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", cases.checks())
+def test_gloo(name, num_ranks, mpirun):
+    pytest.importorskip("torch.distributed")
+    assert_passed(name, launched(mpirun, "gloo", tuple(cases.checks()), num_ranks, "multiple"))
