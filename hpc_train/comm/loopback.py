@@ -88,9 +88,8 @@ class LoopbackPeerLink:
         """See interface.PeerLink."""
 
         def take() -> None:
-            sent = self._mail.take(
-                ("peer", tag), self._ranks[stage], self._rank, f"receive from stage {stage}"
-            )
+            box = (self._channel, tag), self._ranks[stage], self._rank
+            sent = self._mail.take(*box, doing=f"a receive from stage {stage}")
             out.detach().view(-1).copy_(sent.view(-1))
 
         return LoopbackWork(take)
