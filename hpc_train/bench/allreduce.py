@@ -127,9 +127,8 @@ def _compare(kinds: Sequence[_Sum]) -> None:
     for kind in kinds[:-1]:
         difference = float((kind.buffer.cpu() - expected).abs().max())
         if not difference <= _TOLERANCE[kind.wire] * largest:
-            raise RuntimeError(
-                f"the {kind.wire.value} sum of {4 * expected.numel()} bytes is off by {difference:.3g} of {largest:.3g}"
-            )
+            what = f"the {kind.wire.value} sum of {4 * expected.numel()} bytes"
+            raise RuntimeError(f"{what} is off by {difference:.3g} of {largest:.3g}")
 
 
 def render(records: Sequence[Record]) -> str:

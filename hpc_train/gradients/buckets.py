@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hpc_train.comm.interface import Collective
+from hpc_train.comm.interface import Collective, Wire
 from hpc_train.errors import UserError
 
 _ALIGNMENT = 16  # elements, 64 bytes: every gradient starts where vector instructions like it
@@ -126,13 +126,13 @@ def make_buckets(
     return [_make_bucket(index, group, collective) for index, group in enumerate(groups)]
 
 
-def fingerprint(buckets: Sequence[Bucket]) -> int:
-    """24 bits that differ where buckets, or names, shapes, memory formats or dtypes of parameters do."""
+def fingerprint(buckets: Sequence[Bucket], wire: Wire) -> int:
+    """24 bits that differ where wires, buckets, or names, shapes, strides or dtypes of parameters do."""
     layout = [
         [(s.name, tuple(s.view.shape), s.view.stride(), str(s.parameter.dtype)) for s in bucket.slots]
         for bucket in buckets
     ]
-    return zlib.crc32(repr(layout).encode()) >> 8
+    return zlib.crc32(repr((wire.value, layout)).encode()) >> 8
 
 
 def _make_bucket(index: int, group: Sequence[tuple[str, nn.Parameter]], collective: Collective) -> Bucket:

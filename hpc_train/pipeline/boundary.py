@@ -1,8 +1,8 @@
 """Where the autograd graph of a stage begins and ends: a door for every tensor that crosses.
 
-          stage 0                          stage 1
-    ... -> output -> leave() ~~~~~~~> enter() -> input -> ...        activations: the tensor
-    ... <--------- gradient <~~~~~~~ gradient <---------- ...        their gradients: the door's
+      stage 0                          stage 1
+... -> output -> leave() ~~~~~~~> enter() -> input -> ...        activations: the tensor
+... <--------- gradient <~~~~~~~ gradient <---------- ...        their gradients: the door's
 """
 
 from typing import Any
@@ -39,13 +39,15 @@ def enter(tensor: Tensor) -> tuple[Tensor, Door]:
     """Begin a graph: the tensor as a layer takes it, and the door where backward leaves its gradient."""
     door = Door(tensor)
     gate = torch.empty(0, requires_grad=True)  # without an input that needs a gradient there is no graph
-    return _Enter.apply(gate, [tensor], door), door
+    entered: Tensor = _Enter.apply(gate, [tensor], door)  # type: ignore[no-untyped-call]
+    return entered, door
 
 
 def leave(tensor: Tensor) -> tuple[Tensor, Door]:
-    """End a graph: a root to call `torch.autograd.backward` on, and the door that takes the gradient before."""
+    """End a graph: a root to call `torch.autograd.backward` on, and the door that gives it the gradient."""
     door = Door(tensor)
-    return _Leave.apply(tensor, door), door
+    root: Tensor = _Leave.apply(tensor, door)  # type: ignore[no-untyped-call]
+    return root, door
 
 
 class _Enter(torch.autograd.Function):

@@ -77,7 +77,8 @@ def simulate(
 
     Args:
         order: one that `validate` accepts.
-        forward_s, backward_s: seconds of one micro-batch, the same on all stages or one value a stage.
+        forward_s: seconds of one micro-batch's forward, the same on all stages or one value a stage.
+        backward_s: seconds of its backward, given likewise.
         comm_s: seconds from the end of an action until what it sends is there; computing goes on meanwhile.
     """
     seconds = {Kind.F: _by_stage(forward_s, order), Kind.B: _by_stage(backward_s, order)}

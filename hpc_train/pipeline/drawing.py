@@ -1,7 +1,7 @@
 """An order over time, as a person reads it.  PURE: neither torch nor MPI.
 
-    stage 0  F0 F1 .  .  B0=== F2 B1=== .  .  B2===
-    stage 1  .  F0 B0=== F1 B1=== .  F2 B2=== .  .
+stage 0  F0 F1 .  .  B0=== F2 B1=== .  .  B2===
+stage 1  .  F0 B0=== F1 B1=== .  F2 B2=== .  .
 """
 
 from hpc_train.pipeline.actions import Order
@@ -13,7 +13,8 @@ def draw(order: Order, forward: int = 1, backward: int = 2, width: int = 110) ->
 
     Args:
         order: one that `validate` accepts.
-        forward, backward: how many columns of time they take, at least 1 each.
+        forward: how many columns of time a forward takes, at least 1.
+        backward: the same for a backward.
         width: characters of a line; what does not fit is left out of the middle.
     """
     simulation = simulate(order, forward, backward)
@@ -27,8 +28,10 @@ def draw(order: Order, forward: int = 1, backward: int = 2, width: int = 110) ->
         if num_columns > fitting:
             columns[fitting // 2 : num_columns - (fitting - 1) // 2] = ["~".ljust(column_width)]
         rows.append((f"stage {stage}".ljust(label_width) + "".join(columns)).rstrip())
-    legend = f"time runs to the right; F3: forward of micro-batch 3, B3: its backward ({backward / forward:g} x as long)"
-    legend += ", .: idle" + (", ~: left out" if num_columns > fitting else "")
+    times = f"{backward / forward:g} x as long"
+    legend = f"time runs to the right; F3: forward of micro-batch 3, B3: its backward ({times}), .: idle"
+    if num_columns > fitting:
+        legend += ", ~: left out"
     return "\n".join([*rows, legend])
 
 
@@ -36,7 +39,8 @@ def _columns(cells: list[Cell], num_columns: int, column_width: int) -> list[str
     """One stage's row: a text of `column_width` characters for each column of time."""
     columns = [".".ljust(column_width)] * num_columns
     for action, start, end in cells:
-        text = str(action).ljust(column_width - 1).ljust(round(end - start) * column_width - 1, "=") + " "
-        for number in range(round(end - start)):
+        num = round(end - start)
+        text = str(action).ljust(num * column_width - 1, "=" if num > 1 else " ") + " "
+        for number in range(num):
             columns[round(start) + number] = text[number * column_width : (number + 1) * column_width]
     return columns

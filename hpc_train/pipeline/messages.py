@@ -117,7 +117,9 @@ def _header(value: Value) -> Tensor:
     words = [int(isinstance(value, tuple)), len(tensors)]
     for tensor in tensors:
         if tensor.dtype not in _DTYPES:
-            raise UserError(f"a layer gives {tensor.dtype} to the next stage, which cannot be sent: convert it")
+            raise UserError(
+                f"a layer gives {tensor.dtype} to the next stage, which cannot be sent: convert it"
+            )
         words += [_DTYPES.index(tensor.dtype), int(tensor.requires_grad), tensor.dim(), *tensor.shape]
     if len(words) > _HEADER_WORDS:
         raise UserError(

@@ -1,7 +1,6 @@
 """Which layers each stage holds.  PURE: neither torch nor MPI."""
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -64,13 +63,12 @@ def _lightest_maximum(until: Sequence[float], stages: int) -> float:
     for stage in range(1, stages):
         previous = best
         best = [math.inf] * (num_layers + 1)
+        start = stage  # of the new stage; the later it starts, the lighter it is and the heavier the others
         for end in range(stage + 1, num_layers + 1):
-            # previous[i] rises and the new stage's cost falls with its first layer i: they cross at the best
-            cross = bisect_left(
-                range(stage, end), True, key=lambda i, end=end, previous=previous: previous[i] >= until[end] - until[i]
-            )
-            near = (stage + cross - 1, stage + cross)
-            best[end] = min(max(previous[i], until[end] - until[i]) for i in near if stage <= i < end)
+            while start < end - 1 and previous[start] < until[end] - until[start]:
+                start += 1  # the balance is here or further on, for this end and those to come
+            near = (start - 1, start) if start > stage else (start,)
+            best[end] = min(max(previous[i], until[end] - until[i]) for i in near)
     return best[num_layers]
 
 

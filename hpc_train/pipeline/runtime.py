@@ -1,8 +1,10 @@
-"""Walks a stage's actions: layers and loss here, activations and gradients to and from the neighbours.
+"""Walks a stage's actions: layers and loss here, activations and gradients to and from its neighbours.
 
-    stage 0   F0 F1      B0 F2  ...        F: receive activations, run the layers, send activations
-                \\  \\    /                  B: receive gradients, run backward, send gradients
-    stage 1      F0 B0 F1 B1 ...
+    F   receive activations from the stage before, run the layers, send activations to the next
+    B   receive gradients from the next stage, run backward, send gradients to the one before
+
+The first stage takes activations from the batch instead, the last one gradients from the loss.
+check.py says when a message is waited for, and why that cannot deadlock.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -82,7 +84,8 @@ class Pipeline:
         self._stopwatch = stopwatch
         self._actions: dict[int, list[Action]] = {}  # by number of micro-batches
         self._live: dict[int, _Live] = {}
-        self._outbox = Outbox()
+        self._activations = Outbox()
+        self._gradients = Outbox()
         self._loss_sum: Tensor | float = 0.0
 
     def run(self, micro_batches: MicroBatches, scale: float) -> float:
@@ -101,12 +104,13 @@ class Pipeline:
             PeerLost: another stage is gone.
         """
         self._loss_sum = 0.0
+        self._live.clear()
         for action in self._order(len(micro_batches)):
             if action.kind is Kind.F:
                 self._forward(action.micro_batch, micro_batches[action.micro_batch], scale)
             else:
                 self._backward(action.micro_batch)
-        self._wait(self._outbox.wait_all)
+        self._wait(self._gradients.wait_all)
         return float(self._loss_sum)
 
     def evaluate(self, micro_batches: MicroBatches, metrics: Metrics) -> dict[str, float]:
@@ -131,11 +135,13 @@ class Pipeline:
                         for name, values in figures.items():
                             sums[name] = sums.get(name, 0.0) + _sum_of_samples(values, name, pair)
                 if not self.stage.is_last:
-                    self._wait(self._outbox.wait_all)  # one output under way, or all would stay in memory
-                    self._outbox.send_message(
+                    self._wait(
+                        self._activations.wait_all
+                    )  # one output under way, or all would stay in memory
+                    self._activations.send_message(
                         self._link, output, self.stage_index + 1, tag_of("activations", micro_batch)
                     )
-        self._wait(self._outbox.wait_all)
+        self._wait(self._activations.wait_all)
         return {name: float(value) for name, value in sums.items()}
 
     def forward(self, inputs: Any) -> Any:
@@ -151,16 +157,18 @@ class Pipeline:
                 output = self.stage(value)
             if self.stage.is_last:
                 for stage in range(last):
-                    self._outbox.send_message(self._link, output, stage, tag_of("answer"))
+                    self._activations.send_message(self._link, output, stage, tag_of("answer"))
             else:
-                self._outbox.send_message(self._link, output, self.stage_index + 1, tag_of("activations"))
+                self._activations.send_message(
+                    self._link, output, self.stage_index + 1, tag_of("activations")
+                )
                 with self._stopwatch.timing("wait"):
                     output, _ = receive_message(self._link, last, tag_of("answer"), self.stage.device)
-        self._wait(self._outbox.wait_all)
+        self._wait(self._activations.wait_all)
         return _on(output, device)
 
     def _order(self, num_micro_batches: int) -> list[Action]:
-        """This stage's actions, of an order that was checked before its first message."""
+        """The actions of this stage, from an order that was checked before its first message."""
         if num_micro_batches not in self._actions:
             order = make(self._schedule, self.num_stages, num_micro_batches)
             validate(order)
@@ -183,7 +191,7 @@ class Pipeline:
     def _send_output(self, micro_batch: int, output: Value, live: _Live) -> None:
         """Send it, and post the receives of its gradients at once: nothing then holds up their sender."""
         next_stage = self.stage_index + 1
-        self._outbox.send_message(self._link, output, next_stage, tag_of("activations", micro_batch))
+        self._activations.send_message(self._link, output, next_stage, tag_of("activations", micro_batch))
         gradients = []
         for tensor in tensors_of(output):
             if tensor.requires_grad:
@@ -198,15 +206,17 @@ class Pipeline:
             for work in live.arriving:
                 work.wait()
             # the next stage is done with this output, so that its send is over as well
-            self._outbox.wait(tag_of("activations", micro_batch))
+            self._activations.wait(tag_of("activations", micro_batch))
         with self._stopwatch.timing("compute"):
             if live.roots:
                 torch.autograd.backward(live.roots)
                 live.roots.clear()
         if live.entrances:
-            self._wait(self._outbox.wait_all)
+            self._wait(self._gradients.wait_all)  # one at a time: its receive was posted long ago
             gradients = [door.take_gradient() for door in live.entrances]
-            self._outbox.send(self._link, gradients, self.stage_index - 1, tag_of("gradients", micro_batch))
+            self._gradients.send(
+                self._link, gradients, self.stage_index - 1, tag_of("gradients", micro_batch)
+            )
 
     def _inputs(self, micro_batch: int, pair: tuple[Any, Any] | None) -> tuple[Any, list[Door]]:
         """What the first layer here takes, and the doors of the tensors that need a gradient."""
@@ -226,3 +236,37 @@ class Pipeline:
     def _wait(self, wait: Callable[[], None]) -> None:
         with self._stopwatch.timing("wait"):
             wait()
+
+
+def _present(pair: tuple[Any, Any] | None) -> tuple[Any, Any]:
+    """The pair where one is needed."""
+    assert pair is not None, "the first and the last stage need their micro-batches"
+    return pair
+
+
+def _sum_of_samples(values: Tensor, name: str, pair: tuple[Any, Any] | None) -> Tensor:
+    """The sum of one number a sample, in fp64; on the device, as fetching it would wait for the device."""
+    sample = _first_tensor(pair)
+    num_samples = values.numel() if sample is None else len(sample)
+    if not isinstance(values, Tensor) or values.shape != (num_samples,):
+        what = f"shape {list(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        raise UserError(
+            f"{name} has {what} for a micro-batch of {num_samples} samples: it must be one number a sample, "
+            f"a tensor of shape [{num_samples}], neither their mean nor their sum"
+        )
+    return values.detach().sum(dtype=torch.float64)
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    """The first tensor inside tuples, lists and mappings; its first dimension counts the samples."""
+    if isinstance(value, Tensor):
+        return value
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return next((tensor for part in parts if (tensor := _first_tensor(part)) is not None), None)
+
+
+def _on(value: Value, device: torch.device) -> Value:
+    """The same tensors on a device."""
+    if isinstance(value, tuple):
+        return tuple(tensor.to(device) for tensor in value)
+    return value.to(device)

@@ -49,7 +49,7 @@ class Stage(nn.Module):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, layers are in eval mode and no graph is recorded; each layer's own mode comes back after."""
+        """Inside, layers are in eval mode and no graph is recorded; each one's own mode comes back after."""
         modes = [(module, module.training) for module in self.modules()]
         self.eval()
         try:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from hpc_train.comm.interface import Wire
 from hpc_train.comm.loopback import run_ranks
 from hpc_train.errors import UserError
 from hpc_train.gradients.buckets import fingerprint, make_buckets, trained
@@ -120,8 +121,10 @@ def test_parameters_that_cannot_be_summed_are_refused(collective, parameter, mes
 
 def test_fingerprints_tell_layouts_apart(collective):
     def of(bucket_bytes=2**20, **sizes):
-        return fingerprint(make_buckets(parameters(**sizes), collective, bucket_bytes))
+        return fingerprint(make_buckets(parameters(**sizes), collective, bucket_bytes), Wire.FP32)
 
     same = of(a=4, b=5)
     assert same == of(a=4, b=5)
     assert len({same, of(a=4, c=5), of(a=4, b=6), of(b=5, a=4), of(bucket_bytes=64, a=4, b=5)}) == 5
+    buckets = make_buckets(parameters(a=4), collective, 2**20)
+    assert fingerprint(buckets, Wire.FP32) != fingerprint(buckets, Wire.FP16)

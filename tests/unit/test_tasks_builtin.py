@@ -167,7 +167,7 @@ def test_a_text_that_is_not_there_or_too_short_is_told(tmp_path):
     with pytest.raises(UserError, match="no text among the 1 files"):
         ByteLM(text=str(tmp_path)).dataset("train")
     (tmp_path / "short.txt").write_bytes(b"x" * 300)
-    with pytest.raises(UserError, match="300 bytes, too few for context=128: bring 1290, or .* at most 29"):
+    with pytest.raises(UserError, match=r"300 bytes, too few for context=128: bring 1290, or .* at most 29"):
         ByteLM(text=str(tmp_path / "short.txt")).dataset("eval")
     (tmp_path / "empty.txt").write_bytes(b"")
     with pytest.raises(UserError, match="0 bytes, too few"):

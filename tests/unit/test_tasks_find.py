@@ -131,7 +131,7 @@ def test_two_files_of_one_name_are_refused(file):
     twin = file.parent / "deeper" / file.name
     twin.parent.mkdir()
     twin.write_text(MY_TASK)
-    with pytest.raises(UserError, match="'file_of_mine' exists already .*rename your file"):
+    with pytest.raises(UserError, match=r"'file_of_mine' exists already .*rename your file"):
         load_task(f"{twin}:Free", {})
 
 
