@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hpc_train.comm.interface import PeerLink, Work
-from hpc_train.errors import UserError
 from hpc_train.pipeline.actions import Action, Kind
 from hpc_train.pipeline.boundary import Door, enter, leave
 from hpc_train.pipeline.check import validate
@@ -27,6 +26,7 @@ from hpc_train.pipeline.messages import (
     tag_of,
     tensors_of,
 )
+from hpc_train.pipeline.samples import sum_over_samples
 from hpc_train.pipeline.schedules import forward_only, make
 from hpc_train.pipeline.stage import Stage
 from hpc_train.stopwatch import Stopwatch
@@ -130,14 +130,13 @@ class Pipeline:
                 with self._stopwatch.timing("compute"):
                     output = self.stage(inputs)
                     if self.stage.is_last:
-                        _, target = _present(pair)
+                        target = _present(pair)[1]
                         figures = {"loss": self._loss(output, target), **metrics(output, target)}
                         for name, values in figures.items():
-                            sums[name] = sums.get(name, 0.0) + _sum_of_samples(values, name, pair)
+                            sums[name] = sums.get(name, 0.0) + sum_over_samples(values, name, target)
                 if not self.stage.is_last:
-                    self._wait(
-                        self._activations.wait_all
-                    )  # one output under way, or all would stay in memory
+                    # One output under way, or all would stay in memory.
+                    self._wait(self._activations.wait_all)
                     self._activations.send_message(
                         self._link, output, self.stage_index + 1, tag_of("activations", micro_batch)
                     )
@@ -181,8 +180,9 @@ class Pipeline:
         with self._stopwatch.timing("compute"):
             output = self.stage(inputs)
             if self.stage.is_last:
-                losses = self._loss(output, _present(pair)[1])
-                self._loss_sum = self._loss_sum + _sum_of_samples(losses, "loss", pair)
+                target = _present(pair)[1]
+                losses = self._loss(output, target)
+                self._loss_sum = self._loss_sum + sum_over_samples(losses, "loss", target)
                 if losses.requires_grad:
                     live.roots.append(losses.sum() * scale)
         if not self.stage.is_last:
@@ -212,7 +212,7 @@ class Pipeline:
                 torch.autograd.backward(live.roots)
                 live.roots.clear()
         if live.entrances:
-            self._wait(self._gradients.wait_all)  # one at a time: its receive was posted long ago
+            self._wait(self._gradients.wait_all)  # not for outputs: their receivers may wait for us
             gradients = [door.take_gradient() for door in live.entrances]
             self._gradients.send(
                 self._link, gradients, self.stage_index - 1, tag_of("gradients", micro_batch)
@@ -244,29 +244,8 @@ def _present(pair: tuple[Any, Any] | None) -> tuple[Any, Any]:
     return pair
 
 
-def _sum_of_samples(values: Tensor, name: str, pair: tuple[Any, Any] | None) -> Tensor:
-    """The sum of one number a sample, in fp64; on the device, as fetching it would wait for the device."""
-    sample = _first_tensor(pair)
-    num_samples = values.numel() if sample is None else len(sample)
-    if not isinstance(values, Tensor) or values.shape != (num_samples,):
-        what = f"shape {list(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
-        raise UserError(
-            f"{name} has {what} for a micro-batch of {num_samples} samples: it must be one number a sample, "
-            f"a tensor of shape [{num_samples}], neither their mean nor their sum"
-        )
-    return values.detach().sum(dtype=torch.float64)
-
-
-def _first_tensor(value: Any) -> Tensor | None:
-    """The first tensor inside tuples, lists and mappings; its first dimension counts the samples."""
-    if isinstance(value, Tensor):
-        return value
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-    return next((tensor for part in parts if (tensor := _first_tensor(part)) is not None), None)
-
-
-def _on(value: Value, device: torch.device) -> Value:
-    """The same tensors on a device."""
+def _on(value: Any, device: torch.device) -> Any:
+    """A tensor, or a tuple of tensors, on `device`."""
     if isinstance(value, tuple):
-        return tuple(tensor.to(device) for tensor in value)
-    return value.to(device)
+        return tuple(_on(part, device) for part in value)
+    return value.to(device) if isinstance(value, Tensor) else value

@@ -94,7 +94,7 @@ class Worker:
             (layer_name(i), build_layer(layout.specs[i], i, settings.seed).to(self.device))
             for i in layout.layers
         ]
-        self.stage = Stage(modules, is_first=self.place.stage == 0, is_last=self.place.stage == stages - 1)
+        self.stage = Stage(modules, self.place.stage == 0, self.place.stage == stages - 1, self.device)
         self.parameters = dict(self.stage.named_parameters())
         self.optimizer = make_optimizer(settings.optimizer, self.parameters.values())
         link: PeerLink = world.peer_link(layout.grid)
