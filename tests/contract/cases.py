@@ -41,7 +41,7 @@ def contributions(num_ranks: int, numel: int) -> list[torch.Tensor]:
 
 
 def assert_sum(world: World, got: torch.Tensor, parts: list[torch.Tensor], wire: Wire) -> None:
-    """`got` is the sum of `parts`, as exactly as the wire's format allows, and has the same bits everywhere."""
+    """`got` is the sum of `parts` as exactly as the wire's format allows, with the same bits everywhere."""
     exact = sum(part.double() for part in parts)
     magnitude = sum(part.double().abs() for part in parts)
     # fp32 additions: each rounds its partial sum, which is at most the sum of magnitudes, to 24 bits.
