@@ -39,8 +39,8 @@ def _columns(cells: list[Cell], num_columns: int, column_width: int) -> list[str
     """One stage's row: a text of `column_width` characters for each column of time."""
     columns = [".".ljust(column_width)] * num_columns
     for action, start, end in cells:
-        num = round(end - start)
-        text = str(action).ljust(num * column_width - 1, "=" if num > 1 else " ") + " "
-        for number in range(num):
+        length = round(end - start)
+        text = str(action).ljust(length * column_width - 1, "=" if length > 1 else " ") + " "
+        for number in range(length):
             columns[round(start) + number] = text[number * column_width : (number + 1) * column_width]
     return columns
