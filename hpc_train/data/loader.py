@@ -17,7 +17,7 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import get_context, parent_process, resource_tracker
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -86,6 +86,7 @@ class Loader:
                 prefetch_factor=_MICRO_BATCHES_AHEAD,
                 persistent_workers=True,
                 multiprocessing_context=fork_server,
+                worker_init_fn=_end_with_the_rank,
                 pin_memory=device.type == "cuda",
                 generator=torch.Generator().manual_seed(seed),  # or else it draws from the rank's own
             )
@@ -184,6 +185,22 @@ class _Wanted(Sampler[Request]):
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self.requests)
+
+
+def _end_with_the_rank(worker: int) -> None:
+    """Let this worker end at once when its rank does, in whatever way.
+
+    torch's own watch looks at the parent process, which here is the fork server; and that lives for as
+    long as a worker does.
+    """
+    rank = parent_process()  # for multiprocessing the rank, though the fork server made the process
+    assert rank is not None
+
+    def watch() -> None:
+        rank.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end with the rank", daemon=True).start()
 
 
 @contextmanager

@@ -170,6 +170,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "optimizer.zero_grad() between loss.backward() and optimizer.step(): other ranks are summing "
                 "these gradients already; call optimizer.synchronize() first to drop them everywhere"
             )
+        self._synchronized = False
         self._inner.zero_grad(set_to_none)
         self._reducer.expect(self._passes)
 
@@ -243,7 +244,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._synchronized = False
         if self._collective.size == 1:
             return loss
-        mean = torch.tensor([float(loss)], device=self._device)
+        value = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        mean = torch.tensor([value], device=self._device)
         self._collective.sum_(mean, Wire.FP32)
         mean /= self._collective.size
         return mean[0] if isinstance(loss, Tensor) else float(mean)

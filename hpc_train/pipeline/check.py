@@ -154,18 +154,18 @@ def _explain_wait(stage: int, action: Action) -> str:
 
 def _failure(text: str, order: Order, failing: dict[int, int]) -> str:
     """`text` and the part of the order around the failing positions, {stage: position}, which are marked."""
-    first, last = max(0, min(failing.values()) - 6), max(failing.values()) + 7
-    last = min(last, first + 24)
+    first = max(0, min(failing.values()) - 6)
+    last = min(max(failing.values()) + 7, first + 24)
     shown = sorted(failing)[:8]
-    stages = range(max(0, shown[0] - 1), min(len(order), shown[-1] + 2))
     table = [[""] + [f"#{position}" for position in range(first, last)]]
-    for stage in stages:
-        row = [str(action) for action in order[stage]] + [""]
+    for stage in range(max(0, shown[0] - 1), min(len(order), shown[-1] + 2)):
+        row = [str(action) for action in order[stage]]
         if stage in failing:
-            row[failing[stage]] = f">{row[failing[stage]] or '?'}<"
+            row[failing[stage] :] = [f">{(row[failing[stage] :] or ['?'])[0]}<", *row[failing[stage] + 1 :]]
         table.append([f"stage {stage}", *row[first:last]])
-    widths = [max(len(row[column]) for row in table if column < len(row)) for column in range(len(table[0]))]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
+    num_columns = max(map(len, table[1:]))
+    widths = [max(len(row[column]) for row in table if column < len(row)) for column in range(num_columns)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)  # map ends with the widths
     return "\n    ".join([text, *lines])
 
 

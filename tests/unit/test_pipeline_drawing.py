@@ -6,7 +6,7 @@ from hpc_train.pipeline.schedules import gpipe, one_f_one_b
 
 def test_one_f_one_b_with_backward_twice_as_long():
     assert draw(one_f_one_b(2, 3)).splitlines() == [
-        "stage 0  F0 F1 .  B0=== F2 B1=== .  B2===",
+        "stage 0  F0 F1 .  .  B0=== F2 B1=== .  B2===",
         "stage 1  .  F0 B0=== F1 B1=== F2 B2=== .  .",
         "time runs to the right; F3: forward of micro-batch 3, B3: its backward (2 x as long), .: idle",
     ]
