@@ -73,19 +73,41 @@ def launch(num_ranks: int, hosts: str | None, args: Sequence[str], interface: st
     return run(line, STOP_SIGNAL[mpirun.family])
 
 
+class Translation:
+    """What a signal to `launch` becomes for mpirun.
+
+    SIGUSR2 and a first SIGTERM ask the ranks to save and stop; asked once, they know.  The others, and
+    a second SIGTERM, pass through as they are.
+    """
+
+    def __init__(self, stop_signal: signal.Signals) -> None:
+        self._stop_signal = stop_signal
+        self._asked = False
+        self.seen: set[int] = set()
+
+    def __call__(self, number: int) -> int | None:
+        """The signal to send, or None for nothing."""
+        asks = number == signal.SIGUSR2 or (number == signal.SIGTERM and number not in self.seen)
+        self.seen.add(number)
+        if not asks:
+            return number
+        if self._asked:
+            return None
+        self._asked = True
+        return self._stop_signal
+
+
 def run(line: Line, stop_signal: signal.Signals) -> int:
     """Run a line in a process group of its own and pass signals on; 128 + N where signal N ended it."""
     process: subprocess.Popen[bytes] | None = None
     early: list[int] = []  # signals that come before there is a process to pass them to
-    seen: set[int] = set()
+    translate = Translation(stop_signal)
 
     def forward(number: int, frame: FrameType | None) -> None:
         if process is None:
             early.append(number)
-            return
-        first = number not in seen
-        seen.add(number)
-        process.send_signal(stop_signal if number == signal.SIGTERM and first else number)
+        elif (sent := translate(number)) is not None:
+            process.send_signal(sent)
 
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP]
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
@@ -105,6 +127,6 @@ def run(line: Line, stop_signal: signal.Signals) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if signal.SIGINT in seen:
+    if signal.SIGINT in translate.seen:
         return 128 + signal.SIGINT
     return returncode if returncode >= 0 else 128 - returncode

@@ -30,17 +30,32 @@ for name in sent:
     [
         ("SIGUSR2", "SIGTERM", "SIGUSR2"),
         ("SIGUSR2", "SIGTERM SIGTERM", "SIGUSR2 SIGTERM"),
-        ("SIGUSR2", "SIGUSR2 SIGTERM", "SIGUSR2 SIGUSR2"),
-        ("SIGUSR2", "SIGTERM SIGHUP", "SIGUSR2 SIGHUP"),
-        ("SIGTERM", "SIGTERM SIGTERM", "SIGTERM SIGTERM"),  # Hydra dies of SIGUSR2
-        ("SIGTERM", "SIGUSR2", "SIGTERM"),
-        ("SIGUSR2", "SIGTERM SIGINT", "SIGUSR2 SIGINT"),
+        ("SIGUSR2", "SIGUSR2 SIGTERM SIGTERM", "SIGUSR2 - SIGTERM"),
+        ("SIGUSR2", "SIGTERM SIGUSR2 SIGHUP", "SIGUSR2 - SIGHUP"),
+        ("SIGUSR2", "SIGINT", "SIGINT"),
+        # Hydra dies of SIGUSR2, and a second SIGTERM that reaches the ranks ends them
+        ("SIGTERM", "SIGUSR2 SIGUSR2 SIGTERM", "SIGTERM - -"),
+        ("SIGTERM", "SIGTERM SIGTERM", "SIGTERM SIGTERM"),
     ],
 )
-def test_signals(tmp_path, stop_signal, sent, passed_on):
+def test_translation(stop_signal, sent, passed_on):
+    translate = launcher.Translation(signal.Signals[stop_signal])
+    became = [translate(signal.Signals[name]) for name in sent.split()]
+    assert [signal.Signals(number).name if number else "-" for number in became] == passed_on.split()
+
+
+@pytest.mark.parametrize(
+    ("sent", "passed_on"),
+    [
+        ("SIGTERM SIGTERM", "SIGUSR2 SIGTERM"),
+        ("SIGUSR2 SIGHUP", "SIGUSR2 SIGHUP"),
+        ("SIGTERM SIGINT", "SIGUSR2 SIGINT"),
+    ],
+)
+def test_signals_reach_the_process(tmp_path, sent, passed_on):
     out = tmp_path / "came"
     line = Line((sys.executable, "-c", ECHO, str(out), *sent.split()))
-    returncode = launcher.run(line, signal.Signals[stop_signal])
+    returncode = launcher.run(line, signal.SIGUSR2)
     assert out.read_text().split() == passed_on.split()
     assert returncode == (130 if "SIGINT" in sent else 0)
 
