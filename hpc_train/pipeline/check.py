@@ -161,7 +161,8 @@ def _failure(text: str, order: Order, failing: dict[int, int]) -> str:
     for stage in range(max(0, shown[0] - 1), min(len(order), shown[-1] + 2)):
         row = [str(action) for action in order[stage]]
         if stage in failing:
-            row[failing[stage] :] = [f">{(row[failing[stage] :] or ['?'])[0]}<", *row[failing[stage] + 1 :]]
+            at = failing[stage]
+            row[at : at + 1] = [f">{row[at] if at < len(row) else '?'}<"]
         table.append([f"stage {stage}", *row[first:last]])
     num_columns = max(map(len, table[1:]))
     widths = [max(len(row[column]) for row in table if column < len(row)) for column in range(num_columns)]
