@@ -11,6 +11,8 @@ is the least that any sum can do, and a contribution is rounded once however man
 Whoever owns a piece decodes its own words too, so that all replicas end with the same bits.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -37,8 +39,7 @@ class CompressedSum:
     def __init__(self, size: int, transport: Transport) -> None:
         self.size = size
         self._transport = transport
-        self._values = torch.empty(0)
-        self._words = [torch.empty(0, dtype=torch.int16), torch.empty(0, dtype=torch.int16)]
+        self._memory: dict[str, Tensor] = {}
 
     def sum_(self, buffer: Tensor) -> None:
         """Replace `buffer` (fp32, [values], contiguous) by its sum over the replicas."""
@@ -48,28 +49,52 @@ class CompressedSum:
                     self._sum_segment(segment)
 
     def _sum_segment(self, buffer: Tensor) -> None:
-        piece = -(-buffer.numel() // self.size)
-        values, sent, received = self._scratch(piece, buffer.device)
-
-        padded = values.view(-1)
-        padded[: buffer.numel()] = buffer
-        padded[buffer.numel() :] = 0.0
+        values = self._pieces(buffer)
+        sent, received = self._word_rows(values)
         encode(values, sent)
         self._transport.exchange(sent.view(torch.uint8), received.view(torch.uint8))
 
         decode(received, values)
-        mine = sent[0]
-        encode(values.sum(dim=0, keepdim=True), mine.unsqueeze(0))
-        self._transport.all_gather(mine.view(torch.uint8), received.view(torch.uint8))
+        add_rows(values)
+        mine = sent[:1]
+        encode(values[:1], mine)
+        self._transport.all_gather(mine.view(torch.uint8).view(-1), received.view(torch.uint8))
 
         decode(received, values)
-        buffer.copy_(padded[: buffer.numel()])
+        if values.data_ptr() != buffer.data_ptr():
+            buffer.copy_(values.view(-1)[: buffer.numel()])
 
-    def _scratch(self, piece: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """fp32 [size, piece] and twice int16 [size, 1 + piece]; kept, as fresh pages cost more than sums."""
-        num_values, num_words = self.size * piece, self.size * (HEADER_WORDS + piece)
-        if self._values.numel() < num_values or self._values.device != device:
-            self._values = torch.empty(num_values, dtype=torch.float32, device=device)
-            self._words = [torch.empty(num_words, dtype=torch.int16, device=device) for _ in range(2)]
-        sent, received = (words[:num_words].view(self.size, -1) for words in self._words)
-        return self._values[:num_values].view(self.size, piece), sent, received
+    def _pieces(self, buffer: Tensor) -> Tensor:
+        """fp32 [size, piece] with the buffer's values: the buffer itself, or a copy with zeros at the end."""
+        piece, left = divmod(buffer.numel(), self.size)
+        if left == 0:
+            return buffer.view(self.size, piece)
+        padded = self._keep("values", self.size * (piece + 1), buffer.new_empty)
+        padded[: buffer.numel()] = buffer
+        padded[buffer.numel() :] = 0.0
+        return padded.view(self.size, piece + 1)
+
+    def _word_rows(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Twice int16 [size, 1 + piece]."""
+        rows, piece = values.shape
+        empty = partial(values.new_empty, dtype=torch.int16)
+        sent, received = (
+            self._keep(name, rows * (HEADER_WORDS + piece), empty) for name in ("sent", "received")
+        )
+        return sent.view(rows, -1), received.view(rows, -1)
+
+    def _keep(self, name: str, numel: int, empty: Callable[[int], Tensor]) -> Tensor:
+        """Scratch memory, kept from sum to sum: the system's fresh pages cost more than the arithmetic."""
+        memory = self._memory.get(name)
+        if memory is None or memory.numel() < numel:
+            memory = self._memory[name] = empty(numel)
+        return memory[:numel]
+
+
+def add_rows(values: Tensor) -> None:
+    """Leave the sum of the rows of [rows, values] in its first row, by halves, without memory of its own."""
+    rows = values.shape[0]
+    while rows > 1:
+        half = rows // 2
+        values[:half] += values[rows - half : rows]
+        rows -= half

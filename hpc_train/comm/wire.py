@@ -21,7 +21,7 @@ def scale_exponents(rows: Tensor) -> Tensor:
 
     Returns int32, [rows]; 0 for a row that holds inf or nan: there is nothing to save in it.
     """
-    largest = rows.abs().amax(dim=1)
+    largest = torch.maximum(rows.amax(dim=1), -rows.amin(dim=1))  # abs() would need memory of its own
     exponents = (_TOP_EXPONENT - torch.frexp(largest).exponent).clamp_(-_EXPONENT_LIMIT, _EXPONENT_LIMIT)
     return torch.where(largest.isfinite(), exponents, 0).to(torch.int32)
 
