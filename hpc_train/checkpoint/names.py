@@ -1,10 +1,10 @@
 """Names of state and of files: by layer, never by rank.  PURE: neither torch nor MPI.
 
-    layers.3.weight                        a parameter or a buffer
-    optimizer/layers.3.weight/exp_avg      what the optimizer keeps for it
+layers.3.weight                        a parameter or a buffer
+optimizer/layers.3.weight/exp_avg      what the optimizer keeps for it
 
-    RUN/checkpoints/step-00000100/manifest.json
-    RUN/checkpoints/step-00000100/layers-0-3-1f0c9a2b.safetensors
+RUN/checkpoints/step-00000100/manifest.json
+RUN/checkpoints/step-00000100/layers-0-3-1f0c9a2b.safetensors
 """
 
 import re
@@ -15,6 +15,7 @@ CHECKPOINTS = "checkpoints"
 
 _OPTIMIZER = "optimizer/"
 _LAYER = re.compile(r"(?:optimizer/)?layers\.(\d+)\.")
+_FILE = re.compile(r"layers-[\d-]+-[0-9a-f]+\.safetensors|\.(?:layers-.*|manifest\.json)\.tmp")
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -24,7 +25,7 @@ def step_directory(step: int) -> str:
 
 
 def step_of(directory: str) -> int | None:
-    """The step of a directory's name, or None when it is not a checkpoint's."""
+    """The step in the name of a checkpoint's directory, or None for another directory."""
     match = _STEP.fullmatch(directory)
     return int(match[1]) if match else None
 
@@ -34,6 +35,11 @@ def group_file(layers: Iterable[int], token: str) -> str:
     ends = sorted(layers)
     span = f"{ends[0]}-{ends[-1]}" if len(ends) > 1 else f"{ends[0]}"
     return f"layers-{span}-{token}.safetensors"
+
+
+def is_ours(file: str) -> bool:
+    """True for a file that saving makes, whole or not; False for what people put beside it."""
+    return _FILE.fullmatch(file) is not None
 
 
 def layer_of(name: str) -> int:

@@ -16,6 +16,22 @@ Buffers = Mapping[str, Tensor]
 Shape = tuple[int, ...]
 
 
+def buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """What the module's `state_dict` has beside its `named_parameters`, so that an export has it all.
+
+    That leaves out buffers which are not persistent, and has the second name of a tied parameter.
+
+    Raises:
+        TypeError: the module keeps something else than tensors.
+    """
+    parameters = dict(module.named_parameters())
+    buffers = {name: v for name, v in module.state_dict(keep_vars=True).items() if name not in parameters}
+    for name, value in buffers.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}: a checkpoint keeps tensors only")
+    return buffers
+
+
 def take(parameters: Parameters, buffers: Buffers, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """The state as it stands, by name; the memory is shared with the model, not copied.
 
@@ -24,7 +40,9 @@ def take(parameters: Parameters, buffers: Buffers, optimizer: Optimizer | None) 
     Raises:
         TypeError: the optimizer keeps something else than tensors.
     """
-    tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in (*parameters.items(), *buffers.items())}
+    tensors: dict[str, Tensor] = {
+        name: tensor.detach() for name, tensor in (*parameters.items(), *buffers.items())
+    }
     if optimizer is None:
         return tensors
     for name, parameter in parameters.items():
@@ -32,7 +50,9 @@ def take(parameters: Parameters, buffers: Buffers, optimizer: Optimizer | None) 
             if value is None:  # SGD, for a parameter that had no gradient yet
                 continue
             if not isinstance(value, Tensor):
-                raise TypeError(f"{type(optimizer).__name__} keeps {key} as {type(value).__name__}: not a tensor")
+                raise TypeError(
+                    f"{type(optimizer).__name__} keeps {key} as {type(value).__name__}: not a tensor"
+                )
             tensors[optimizer_name(name, key)] = value.detach()
     return tensors
 

@@ -42,7 +42,9 @@ def check(path: Path, record: FileRecord) -> None:
         if _measure(path) != record:
             raise Broken(f"the checksum of {path.name} is wrong: its content has changed")
     except FileNotFoundError:
-        raise Broken(f"{path.name} is missing") from None
+        raise Broken(
+            f"{path.name} is missing: deleted, or written on a host that does not share this directory"
+        ) from None
     except OSError as error:
         raise Broken(f"{path.name} cannot be read: {error}") from None
 

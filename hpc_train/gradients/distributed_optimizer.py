@@ -71,7 +71,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         # No super().__init__(): groups, state and hooks stay the wrapped optimizer's, see __getattr__.
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
-            raise UserError(f"DistributedOptimizer wraps a torch optimizer, not a {type(optimizer).__name__}")
+            raise UserError(f"DistributedOptimizer wraps a torch optimizer, not {type(optimizer).__name__}")
         if backward_passes_per_step < 1:
             raise UserError(f"backward_passes_per_step={backward_passes_per_step} must be 1 or more")
         self._inner = optimizer

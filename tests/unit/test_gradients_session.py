@@ -76,7 +76,7 @@ def test_public_names_are_there():
 def test_a_mistake_of_the_user_is_one_line():
     done = run("import hpc_train; hpc_train.init(); hpc_train.DistributedOptimizer(3)")
     assert done.returncode == 1
-    assert done.stderr.endswith("DistributedOptimizer wraps a torch optimizer, not a int\n")
+    assert done.stderr.endswith("DistributedOptimizer wraps a torch optimizer, not int\n")
     assert done.stderr.count("\n") == 1
 
 
