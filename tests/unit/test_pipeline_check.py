@@ -1,6 +1,7 @@
 """A bad order is refused with a table that marks the failing cell; a good one is timed."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -10,7 +11,7 @@ from hpc_train.pipeline.schedules import gpipe, one_f_one_b
 
 
 def refusal(text):
-    with pytest.raises(ValueError, match=".") as caught:
+    with pytest.raises(ValueError, match=r".") as caught:
         validate(parse(text))
     return str(caught.value)
 
@@ -25,11 +26,7 @@ def test_parse_is_the_inverse_of_the_text_of_actions():
 
 
 def test_an_action_twice():
-    assert refusal("F0 F0 B0") == (
-        "0F0 is there twice\n"
-        "             #0  #1    #2\n"
-        "    stage 0  F0  >F0<  B0"
-    )
+    assert refusal("F0 F0 B0") == ("0F0 is there twice\n             #0  #1    #2\n    stage 0  F0  >F0<  B0")
 
 
 def test_an_action_missing():
@@ -134,7 +131,7 @@ def test_messages_take_time_but_do_not_hold_up_their_sender():
 def test_cells_never_overlap_and_follow_their_input():
     simulation = simulate(one_f_one_b(4, 9), [1, 2, 1, 3], [2, 4, 1, 5], 0.25)
     for row in simulation.cells:
-        assert all(a.end_s <= b.start_s for a, b in zip(row, row[1:], strict=False))
+        assert all(a.end_s <= b.start_s for a, b in pairwise(row))
     ends = [{cell.action: cell.end_s for cell in row} for row in simulation.cells]
     for stage in range(1, 4):
         for cell in simulation.cells[stage]:

@@ -50,7 +50,7 @@ def test_many_layers_are_quick():
 
 
 def test_what_cannot_be_split():
-    with pytest.raises(UserError, match="2 layers cannot fill 3 stages: set grid.stages to at most 2"):
+    with pytest.raises(UserError, match=r"2 layers cannot fill 3 stages: set grid\.stages to at most 2"):
         split_evenly([1, 1], 3)
     with pytest.raises(UserError, match=r"layer 1 has cost -1"):
         split_evenly([1, -1], 2)
