@@ -12,15 +12,19 @@ from torch.utils.data import TensorDataset
 from hpc_train import LayerSpec, Task
 
 
-def hidden(inputs, outputs):
+def hidden(inputs: int, outputs: int) -> nn.Module:
+    """One hidden layer."""
     return nn.Sequential(nn.Linear(inputs, outputs), nn.SiLU())
 
 
 class Spirals(Task):
-    def __init__(self, width: int = 64, turns: float = 1.5):  # what [task_options] may set
+    """The arguments of its constructor are what [task_options] may set."""
+
+    def __init__(self, width: int = 64, turns: float = 1.5) -> None:
         self.width, self.turns = width, turns
 
-    def layers(self):  # built only on the stage that holds them
+    def layers(self):
+        """The model; each layer is built only on the stage that holds it."""
         return [
             LayerSpec(lambda: hidden(2, self.width), title="hidden 1"),
             LayerSpec(lambda: hidden(self.width, self.width), title="hidden 2"),
@@ -28,13 +32,16 @@ class Spirals(Task):
             LayerSpec(lambda: nn.Linear(self.width, 1), title="output"),
         ]
 
-    def loss(self, output, target):  # one figure a sample, never their mean
+    def loss(self, output, target):
+        """One figure a sample, [micro-batch], never their mean."""
         return nn.functional.binary_cross_entropy_with_logits(output[:, 0], target, reduction="none")
 
     def metrics(self, output, target):
+        """What evaluation shows beside the loss; one figure a sample, too."""
         return {"accuracy": ((output[:, 0] > 0) == (target > 0.5)).float()}
 
-    def dataset(self, split):  # any torch dataset of pairs (input, target)
+    def dataset(self, split):
+        """Any torch dataset of pairs (input, target)."""
         random = torch.Generator().manual_seed(0 if split == "train" else 1)
         radius = torch.rand(2048 if split == "train" else 512, generator=random).sqrt()
         arm = torch.randint(0, 2, radius.shape, generator=random).float()

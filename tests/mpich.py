@@ -1,16 +1,26 @@
-"""Make a virtual environment with MPICH: python tests/mpich.py .venv-mpich
+"""Make a virtual environment with MPICH, in .venv-mpich: python tests/mpich.py
 
 It holds MPICH and mpi4py; all other packages, torch above all, come from the environment of the Python
 that runs this.  mpi4py loads the MPI library that stands in the environment of its own Python.
 """
 
 import subprocess
-import sys
 import sysconfig
 import venv
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
+WHERE = ROOT / ".venv-mpich"
+
+
+def mpich_python() -> str:
+    """The Python of that environment; a test that asks for it skips where there is none."""
+    python = WHERE / "bin" / "python"
+    if not (WHERE / "lib").exists() or not python.exists():
+        pytest.skip("MPICH is not installed: make mpich")
+    return str(python)
 
 
 def make(where: Path) -> None:
@@ -25,4 +35,4 @@ def make(where: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    make(WHERE)

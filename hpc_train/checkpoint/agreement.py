@@ -28,7 +28,7 @@ def attempt(control: ControlPlane, cannot: str, body: Callable[[], Any]) -> list
     except UserError as error:
         part = {"cause": str(error)}
     except OSError as error:
-        part = {"cause": error.strerror or str(error)}
+        part = {"cause": f"{error.strerror} ({error.filename})" if error.filename else str(error)}
     if control.size > 1:
         part["rank"] = f"rank {control.rank} on {socket.gethostname()}: "
     parts = share(control, part)

@@ -65,7 +65,7 @@ def look(path: Path) -> Listing:
 
 
 def first_whole(listing: Listing, check: Callable[[Saved], str]) -> tuple[Saved | None, dict[Path, str]]:
-    """The newest checkpoint in which `check` finds no fault, and those that were passed over, with the cause."""
+    """The newest checkpoint in which `check` finds no fault; those passed over, by path, with the cause."""
     passed = dict(listing.broken)
     for saved in listing.saved:
         cause = check(saved)

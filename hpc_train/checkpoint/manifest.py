@@ -106,11 +106,14 @@ def read_text(directory: Path) -> str:
 def write(directory: Path, manifest: Manifest) -> None:
     """Put the manifest in place at once: from here on the checkpoint is whole.  Raises OSError."""
     temporary = directory / f".{MANIFEST}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(manifest.to_text())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, directory / MANIFEST)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(manifest.to_text())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, directory / MANIFEST)
+    finally:
+        temporary.unlink(missing_ok=True)
     sync_directory(directory)
 
 

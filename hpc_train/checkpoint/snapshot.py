@@ -40,9 +40,8 @@ def take(parameters: Parameters, buffers: Buffers, optimizer: Optimizer | None) 
     Raises:
         TypeError: the optimizer keeps something else than tensors.
     """
-    tensors: dict[str, Tensor] = {
-        name: tensor.detach() for name, tensor in (*parameters.items(), *buffers.items())
-    }
+    held: dict[str, Tensor] = {**parameters, **buffers}
+    tensors = {name: tensor.detach() for name, tensor in held.items()}
     if optimizer is None:
         return tensors
     for name, parameter in parameters.items():

@@ -107,7 +107,7 @@ class Store:
                 with suppress(OSError):  # as with the file: the cause is told already
                     path.rmdir()
             raise
-        self._distrusted.discard(path)
+        self._distrusted.discard(path.resolve())
         if leads:
             self._tidy(path)
         return path
@@ -159,7 +159,7 @@ class Store:
     def _find(
         self, which: Literal["auto"] | Path, control: ControlPlane, note: Callable[[str], None]
     ) -> Saved | None:
-        """The checkpoint to load, checked.  Rank 0 looks for all, as only its disk need have the manifests."""
+        """The checkpoint to load, checked.  Rank 0 lists them for all: its disk has the manifests."""
         where = self.directory if which == "auto" else which
 
         def listed() -> Any:
@@ -171,13 +171,13 @@ class Store:
                 [(str(path), cause) for path, cause in found.broken.items()],
             ]
 
-        saved, broken = attempt(control, f"cannot resume from {where}", listed)[0]
+        saved, broken = attempt(control, "cannot resume", listed)[0]
         listing = Listing(
             [Saved(Path(path), Manifest.from_text(text)) for path, text in saved],
             {Path(path): cause for path, cause in broken},
         )
         found, passed = first_whole(listing, lambda saved: _check(saved, control))
-        self._distrusted |= set(passed)
+        self._distrusted |= {path.resolve() for path in passed}
         if found is None and passed and which != "auto":
             raise none_whole(which, passed)
         if control.rank == 0:
@@ -229,11 +229,8 @@ class Store:
     def _outdated(self) -> list[Path]:
         """All whole checkpoints but the newest, and broken ones of steps before those that are kept."""
         listing = list_directory(self.directory)
-        whole = [
-            saved.path
-            for saved in listing.saved
-            if saved.path not in self._distrusted and _looks_whole(saved)
-        ]
+        trusted = [saved for saved in listing.saved if saved.path.resolve() not in self._distrusted]
+        whole = [saved.path for saved in trusted if _looks_whole(saved)]
         kept = whole[: self._keep]
         if len(kept) < self._keep:
             return []

@@ -52,15 +52,20 @@ class MpiWorld:
     def peer_link(self, grid: Grid) -> "MpiPeerLink":
         """See interface.World."""
         place = grid.place(self.rank)
-        comm = self._waits.post(MPI.COMM_WORLD.Split, place.replica, place.stage)
+        comm = self._split(place.replica, place.stage)
         self._links.append(comm)
         return MpiPeerLink(comm, self._waits)
 
     def collective(self, grid: Grid, device: torch.device) -> MpiCollective:
         """See interface.World."""
         place = grid.place(self.rank)
-        comm = self._waits.post(MPI.COMM_WORLD.Split, place.stage, place.replica)
+        comm = self._split(place.stage, place.replica)
         return MpiCollective(comm, self._waits, device)
+
+    def _split(self, color: int, key: int) -> MPI.Comm:
+        """The ranks that give the same color, numbered by key."""
+        world = MPI.COMM_WORLD
+        return self._waits.post(world.Split, color, key, comm=world, doing="the making of a communicator")
 
     def describe(self) -> dict[str, Any]:
         """See interface.World."""
@@ -117,14 +122,23 @@ class MpiPeerLink:
     def isend(self, tensor: Tensor, stage: int, tag: int) -> MpiWork:
         """See interface.PeerLink."""
         memory = reachable(tensor)
-        requests = [self.waits.post(self.comm.Isend, [part, MPI.BYTE], stage, tag) for part in chunks(memory)]
-        return MpiWork(requests, memory, self, f"a send to stage {stage}")
+        doing = f"a send to stage {stage}"
+        return MpiWork(self._post(self.comm.Isend, memory, stage, tag, doing), memory, self, doing)
 
     def irecv(self, out: Tensor, stage: int, tag: int) -> MpiWork:
         """See interface.PeerLink."""
         memory = reachable(out, filled=False)
-        requests = [self.waits.post(self.comm.Irecv, [part, MPI.BYTE], stage, tag) for part in chunks(memory)]
-        return MpiWork(requests, memory, self, f"a receive from stage {stage}", out.detach())
+        doing = f"a receive from stage {stage}"
+        requests = self._post(self.comm.Irecv, memory, stage, tag, doing)
+        return MpiWork(requests, memory, self, doing, out.detach())
+
+    def _post(
+        self, call: Callable[..., MPI.Request], memory: Tensor, stage: int, tag: int, doing: str
+    ) -> list[MPI.Request]:
+        return [
+            self.waits.post(call, [part, MPI.BYTE], stage, tag, comm=self.comm, doing=doing)
+            for part in chunks(memory)
+        ]
 
 
 class MpiPending(Generic[T]):
@@ -158,7 +172,8 @@ class MpiControl:
         mine = bytearray(record)
         whole = bytearray(len(record) * self.size) if self.rank == 0 else None
         received = None if whole is None else [whole, MPI.BYTE]
-        request = self.waits.post(self.comm.Igather, [mine, MPI.BYTE], received, 0)
+        doing = "a gather to rank 0"
+        request = self._post(self.comm.Igather, [mine, MPI.BYTE], received, 0, doing=doing)
         return MpiPending(
             self,
             request,
@@ -171,8 +186,9 @@ class MpiControl:
         assert (record is not None) == (self.rank == 0)
         assert record is None or len(record) == num_bytes
         data = bytearray(record or num_bytes)
-        request = self.waits.post(self.comm.Ibcast, [data, MPI.BYTE], 0)
-        return MpiPending(self, request, "a broadcast from rank 0", lambda: bytes(data))
+        doing = "a broadcast from rank 0"
+        request = self._post(self.comm.Ibcast, [data, MPI.BYTE], 0, doing=doing)
+        return MpiPending(self, request, doing, lambda: bytes(data))
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """See interface.ControlPlane."""
@@ -209,6 +225,9 @@ class MpiControl:
     def close(self) -> None:
         """Free the communicator."""
         self.comm.Free()
+
+    def _post(self, call: Callable[..., MPI.Request], *args: Any, doing: str) -> MPI.Request:
+        return self.waits.post(call, *args, comm=self.comm, doing=doing)
 
     def _run(self, name: str, *args: Any, doing: str) -> None:
         self.waits.run(self.comm, name, *args, doing=doing)

@@ -24,7 +24,7 @@ from hpc_train.coordinator.report import Report
 
 
 class Coordinator:
-    """This rank's end of the exchange; rank 0's also decides.
+    """One rank's end of the exchange; rank 0's also decides.
 
     Args:
         control: the channel; between two exchanges its other methods may be used.

@@ -225,17 +225,15 @@ class Trainer:
         self.progress.note(f"saved {path}")
 
     def _snapshot(self) -> dict[str, torch.Tensor]:
-        stage = self.worker.stage
-        return snapshot.take(self.worker.parameters, dict(stage.named_buffers()), self.worker.optimizer)
+        buffers = snapshot.buffers_of(self.worker.stage)
+        return snapshot.take(self.worker.parameters, buffers, self.worker.optimizer)
 
     def _resume(self, which: Any) -> None:
-        loaded = self.store.load(which, self.worker.stage.layer_names, self.control, note=self.progress.note)
+        held = self.worker.parameters, snapshot.buffers_of(self.worker.stage), self.worker.optimizer
+        loaded = self.store.load(which, snapshot.shapes(*held), self.control, note=self.progress.note)
         if loaded is None:
             return
-        stage = self.worker.stage
-        snapshot.restore(
-            loaded.tensors, self.worker.parameters, dict(stage.named_buffers()), self.worker.optimizer
-        )
+        snapshot.restore(loaded.tensors, *held)
         state = loaded.state
         self.done, self.samples = state["step"], state["samples"]
         self.cursor = Cursor(state["epoch"], state["offset"])

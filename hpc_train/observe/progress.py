@@ -1,0 +1,96 @@
+"""What a person sees while training runs: a bar where there is a terminal, plain lines where not."""
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeRemainingColumn
+
+LINE_EVERY_S = 5.0
+_LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+
+
+def terminal_columns(environ: Mapping[str, str] = os.environ) -> int:
+    """The width of the terminal that shows this rank's output; 0 where none does.
+
+    Open MPI gives every rank a pseudo-terminal whatever becomes of its output, so that `isatty` lies
+    there: our launcher says the truth in HPC_TRAIN_TERMINAL, and else the launcher's own output tells.
+    """
+    if "HPC_TRAIN_TERMINAL" in environ:
+        text = environ["HPC_TRAIN_TERMINAL"]
+        return int(text) if text.isdigit() else 0
+    if any(name in environ for name in _LAUNCHERS):
+        try:
+            parent = os.readlink(Path("/proc") / str(os.getppid()) / "fd" / "1")
+        except OSError:  # no /proc, or another user's process: lines are safe everywhere
+            return 0
+        shown = parent.startswith(("/dev/pts/", "/dev/tty"))
+        return Console(stderr=False).width if shown else 0
+    return Console().width if sys.stdout.isatty() else 0
+
+
+class Progress:
+    """Shows the steps of a run.  Only the rank whose `shown` is true prints anything.
+
+    Args:
+        total: steps of the whole run.
+        columns: width of the terminal, 0 for plain lines; by default found out.
+    """
+
+    def __init__(self, total: int, shown: bool, columns: int | None = None) -> None:
+        self._total = total
+        self._shown = shown
+        width = terminal_columns() if columns is None else columns
+        self._console = Console(
+            file=sys.stdout, force_terminal=width > 0, width=width or None, soft_wrap=True, highlight=False
+        )
+        self._bar: Bar | None = None
+        if shown and width > 0:
+            self._bar = Bar(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task("step", total=total, text="")
+        self._last_line_s = -LINE_EVERY_S
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Show a finished step: a line of metrics."""
+        if not self._shown:
+            return
+        text = (
+            f"loss {line['loss']:.4f}  {line['samples_per_s']:,.0f} samples/s  "
+            f"lr {line['learning_rate']:.2e}  grad norm {line['grad_norm']:.3g}"
+        )
+        if line.get("skipped"):
+            text += "  skipped: not finite"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=line["step"], text=text)
+        elif time.monotonic() - self._last_line_s >= LINE_EVERY_S or line["step"] == self._total:
+            self._last_line_s = time.monotonic()
+            self.note(f"step {line['step']:>{len(str(self._total))}}/{self._total}  {text}")
+
+    def note(self, text: str) -> None:
+        """Say something, above the bar if there is one."""
+        if self._shown:
+            self._console.print(text, markup=False, soft_wrap=True)
+            self._console.file.flush()
+
+    def __enter__(self) -> "Progress":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
