@@ -47,7 +47,7 @@ class Waits:
                 self._lock.release()
 
     def post(self, call: Callable[..., T], *args: Any, comm: MPI.Comm, doing: str) -> T:
-        """Make a call on `comm` that returns at once, in this thread's turn.  Raises PeerLost as `wait` does."""
+        """Make a call on `comm` that returns at once, in this thread's turn.  Raises PeerLost like `wait`."""
         with self._telling_who(comm, doing), self.turn():
             return call(*args)
 

@@ -155,7 +155,7 @@ class Loader:
                 f"{f' of {len(batch)}' if isinstance(batch, list | tuple) else ''}: "
                 "return a pair (input, target) from its __getitem__"
             )
-        return _to_device(batch[0], self._device), _to_device(batch[1], self._device)
+        return to_device(batch[0], self._device), to_device(batch[1], self._device)
 
 
 class _MicroBatches(Dataset[Any]):
@@ -237,14 +237,14 @@ def _no_rank() -> Iterator[None]:
             os.environ["MPI4PY_RC_INITIALIZE"] = initialize
 
 
-def _to_device(value: Any, device: torch.device) -> Any:
+def to_device(value: Any, device: torch.device) -> Any:
     """Move tensors; lists, which collate makes of tuples, become tuples again, as layers take them."""
     if isinstance(value, Tensor):
         if device.type == "cuda" and not value.is_pinned():
             value = value.pin_memory()
         return value.to(device, non_blocking=True)
     if isinstance(value, list | tuple):
-        return tuple(_to_device(item, device) for item in value)
+        return tuple(to_device(item, device) for item in value)
     if isinstance(value, dict):
-        return {key: _to_device(item, device) for key, item in value.items()}
+        return {key: to_device(item, device) for key, item in value.items()}
     return value

@@ -32,7 +32,7 @@ class RunDirectory:
         self._metrics: TextIO | None = None
 
     def set_aside(self) -> Path | None:
-        """Rename an earlier run of this name, so that nothing of it is lost or mixed; returns its new path."""
+        """Rename an earlier run of this name, so that nothing is lost or mixed; returns its new path."""
         if not self._writer or not (self.path.exists() and any(self.path.iterdir())):
             return None
         number = 1
@@ -71,7 +71,9 @@ class RunDirectory:
             self._metrics.close()
             self._metrics = None
 
-    def _write(self, settings: Settings, world: World, hosts: Mapping[str, list[int]], resumed_at: int) -> None:
+    def _write(
+        self, settings: Settings, world: World, hosts: Mapping[str, list[int]], resumed_at: int
+    ) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "config.toml").write_text(settings.to_toml(), encoding="utf-8")
         environment = {
@@ -102,7 +104,7 @@ def _versions() -> dict[str, str]:
 
 
 def _lines_up_to(metrics: Path, step: int) -> list[str]:
-    """The whole lines of steps up to `step`: later ones will be made again, a torn one is the last of a kill."""
+    """The whole lines of steps up to `step`: later ones will be made again, a kill may tear the last."""
     if not metrics.exists():
         return []
     kept = []

@@ -32,8 +32,8 @@ def preview(settings: Settings, task: Task, num_ranks: int) -> str:
     forward_s = [cost / sum(costs) for cost in stage_costs]
     result = simulate(order, forward_s, [s * BACKWARD_PER_FORWARD for s in forward_s])
     title = (
-        f"schedule {settings.pipeline.schedule}: {num_micro_batches} micro-batches of up to {micro_batch} samples, "
-        f"of the {share} that replica 0 takes of {settings.batch.size}; bubble {result.bubble:.0%}, "
+        f"schedule {settings.pipeline.schedule}: {num_micro_batches} micro-batches of up to {micro_batch} "
+        f"samples, of the {share} that replica 0 takes of {settings.batch.size}; bubble {result.bubble:.0%}, "
         f"live micro-batches by stage {', '.join(map(str, result.peak_live))}"
     )
     return "\n\n".join(

@@ -10,7 +10,6 @@ import json
 import math
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +30,7 @@ from hpc_train.coordinator.policies.stop_at import StopAt
 from hpc_train.coordinator.policies.stop_on_signal import StopOnSignal
 from hpc_train.coordinator.report import Report
 from hpc_train.data.loader import Loader
-from hpc_train.data.sampler import Batch, Cursor, cut, take
+from hpc_train.data.sampler import Batch, Cursor, Indices, cut, take
 from hpc_train.errors import EXIT_OK, EXIT_STOPPED, UserError
 from hpc_train.launch.signals import SignalFlag
 from hpc_train.observe.metrics import RunDirectory
@@ -138,7 +137,7 @@ class Trainer:
         plan = self.coordinator.exchange(report)
         batch = self.train_data.take(self.cursor, plan)
         mine = batch.indices[self.place.replica]
-        micro_batches = self.train_data.load(mine)
+        micro_batches = self.train_data.load(mine, self.cursor.epoch)
         _seed_everything(self.settings.seed, plan.step, *self.place)
 
         outcome = self.worker.backward(micro_batches, batch.size)
@@ -190,7 +189,7 @@ class Trainer:
         mine = np.arange(first, first + shares[self.place.replica])
         sums: dict[str, float] = {}
         for begin in range(0, len(mine), self.settings.batch.size):
-            micro_batches = self.eval_data.load(mine[begin : begin + self.settings.batch.size])
+            micro_batches = self.eval_data.load(mine[begin : begin + self.settings.batch.size], epoch=0)
             for name, value in self.worker.pipeline.evaluate(micro_batches, self.task.metrics).items():
                 sums[name] = sums.get(name, 0.0) + value
         parts = [json.loads(part) for part in self.control.all_gather(json.dumps(sums).encode())]
@@ -282,16 +281,16 @@ class _Split:
         """The batch of a plan."""
         return take(self._length, self._seed, cursor, plan.batch_size, plan.shares)
 
-    def load(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
+    def load(self, indices: Indices, epoch: int) -> list[tuple[Any, Any]]:
         """The micro-batches of these samples; on a stage between the ends only their number counts."""
         if self._loader is not None:
-            return self._loader.load(indices)
+            return self._loader.load(indices, epoch)
         return [(None, None)] * -(-len(indices) // self._micro_batch)
 
     def prefetch(self, cursor: Cursor, plan: Plan, replica: int) -> None:
         """Let the workers begin with the next batch, as it will be if the plan stays."""
         if self._loader is not None:
-            self._loader.prefetch(self.take(cursor, plan).indices[replica])
+            self._loader.prefetch(self.take(cursor, plan).indices[replica], cursor.epoch)
 
     def close(self) -> None:
         """End the loader's workers."""

@@ -30,7 +30,7 @@ def test_the_contract_holds(mpirun, python, num_ranks):
 
 
 def test_it_trains(mpirun, python, tmp_path):
-    """The demo's model, small, on 2 x 2 ranks with fp16 on the network; a checkpoint, and losses that fall."""
+    """The demo's model, small, on 2 x 2 ranks with fp16 on the network: checkpoint, falling losses."""
     small = ["context=16", "hidden=32", "blocks=4", "heads=2"]
     settings = [
         *(f"task_options.{option}" for option in small),
