@@ -140,8 +140,8 @@ def test_an_export_loads_into_the_plain_model_without_mpi(unbroken, tmp_path):
     [
         (3, ["grid.stages=2"], ["2 stages", "3 ranks"]),
         (2, ["batch.siez=2"], ["batch.siez"]),
-        (2, ["batch.size=1", "batch.micro_batch=1"], ["batch.size=1", "2 replicas"]),
-        (2, ["grid.stages=2", "pipeline.split=[1, 1]"], ["6 layers"]),
+        (2, ["grid.stages=1", "batch.size=1", "batch.micro_batch=1"], ["batch.size=1", "2 replicas"]),
+        (2, ["grid.stages=2", "pipeline.split=[1, 1]"], ["[1, 1]", "2 layers", "has 6"]),
         (2, ["task_options.text=/no/such/file"], ["/no/such/file"]),
         (2, ["task_options.hiden=3"], ["hiden"]),
     ],
