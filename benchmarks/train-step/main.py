@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=TOP / "benchmarks" / "results" / "train-step.json")
     args = parser.parse_args()
     if find(os.environ) is None:
-        line = command(args.ranks, None, [str(Path(__file__)), *sys.argv[1:]])
+        line = command(args.ranks, None, sys.argv[1:], program=[__file__])
         sys.exit(subprocess.run(line.argv, env={**os.environ, **line.environment}).returncode)
     world = connect("mpi")
     records = measure(world, 10 if args.short else args.steps, args.threads)

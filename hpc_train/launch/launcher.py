@@ -28,9 +28,11 @@ def command(
     args: Sequence[str],
     interface: str | None = None,
     mpirun: Mpirun | None = None,
+    program: Sequence[str] = ("-m", "hpc_train"),
 ) -> Line:
     """The line that runs `hpc-train ARGS` on `num_ranks` ranks: here, on `hosts`, or in the allocation.
 
+    `program` is what this Python runs instead, for instance a script's path.
     `interface` (default: HPC_TRAIN_INTERFACE) names the network interface that MPI's TCP shall use.
 
     Raises:
@@ -48,8 +50,7 @@ def command(
         is_root=os.geteuid() == 0,
         terminal_columns=shutil.get_terminal_size().columns if sys.stdout.isatty() else 0,
     )
-    program = [sys.executable, "-m", "hpc_train", *args]
-    return make_line(mpirun or find_mpirun(), num_ranks, program, site)
+    return make_line(mpirun or find_mpirun(), num_ranks, [sys.executable, *program, *args], site)
 
 
 def _allocated(environ: Mapping[str, str]) -> int | None:
