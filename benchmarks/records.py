@@ -68,7 +68,7 @@ def write(path: Path, records: Sequence[Record], **more: Any) -> None:
         "command": ["python", os.path.relpath(sys.argv[0], _TOP), *sys.argv[1:]],
         "hardware": {
             "processor": _processor(),
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": os.cpu_count(),
             "memory_bytes": psutil.virtual_memory().total,
         },
         "versions": {

@@ -32,13 +32,23 @@ class RunDirectory:
         self._metrics: TextIO | None = None
 
     def set_aside(self) -> Path | None:
-        """Rename an earlier run of this name, so that nothing is lost or mixed; returns its new path."""
-        if not self._writer or not (self.path.exists() and any(self.path.iterdir())):
-            return None
-        number = 1
-        while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
-            number += 1
-        return self.path.rename(aside)
+        """Rename an earlier run of this name, so that nothing is lost or mixed; returns its new path.
+
+        Raises:
+            UserError: the path is no directory, or cannot be renamed; on the rank that writes.
+        """
+        try:
+            if not self._writer or not (self.path.exists() and any(self.path.iterdir())):
+                return None
+            number = 1
+            while (aside := self.path.parent / f"{self.path.name}.old-{number}").exists():
+                number += 1
+            return self.path.rename(aside)
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: an earlier run cannot be moved aside: {error.strerror}: "
+                "choose another --run-dir"
+            ) from None
 
     def start(self, settings: Settings, world: World, resumed_at: int) -> None:
         """Write config and environment, and drop metrics of steps after `resumed_at`.  Collective.
@@ -108,13 +118,13 @@ def _lines_up_to(metrics: Path, step: int) -> list[str]:
     if not metrics.exists():
         return []
     kept = []
-    for text in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+    for text in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
         except json.JSONDecodeError:
             continue
-        if line["step"] <= step:
-            kept.append(text)
+        if isinstance(line, dict) and line.get("step", math.inf) <= step:
+            kept.append(f"{text}\n")  # a kill may have torn off the line's end alone
     return kept
 
 

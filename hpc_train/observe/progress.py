@@ -8,9 +8,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.progress import Progress as RichBar
+from rich.table import Column
 
 LINE_EVERY_S = 5.0
 _LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
@@ -22,6 +23,8 @@ def terminal_columns(environ: Mapping[str, str] = os.environ) -> int:
     Open MPI gives every rank a pseudo-terminal whatever becomes of its output, so that `isatty` lies
     there: our launcher says the truth in HPC_TRAIN_TERMINAL, and else the launcher's own output tells.
     """
+    if environ.get("TERM") in ("dumb", "unknown"):
+        return 0  # nothing can be drawn over there: a bar would show only when it ends
     if "HPC_TRAIN_TERMINAL" in environ:
         text = environ["HPC_TRAIN_TERMINAL"]
         return int(text) if text.isdigit() else 0
@@ -33,6 +36,14 @@ def terminal_columns(environ: Mapping[str, str] = os.environ) -> int:
         shown = parent.startswith(("/dev/pts/", "/dev/tty"))
         return Console(stderr=False).width if shown else 0
     return Console().width if sys.stdout.isatty() else 0
+
+
+class Bar(RichBar):
+    """A bar and an empty line: Open MPI passes output on by whole lines, and would hold a bar alone back."""
+
+    def get_renderable(self) -> RenderableType:
+        """The bar, and the line that lets it through."""
+        return Group(super().get_renderable(), "")
 
 
 class Progress:
@@ -48,15 +59,25 @@ class Progress:
         self._shown = shown
         width = terminal_columns() if columns is None else columns
         self._console = Console(
-            file=sys.stdout, force_terminal=width > 0, width=width or None, soft_wrap=True, highlight=False
+            file=sys.stdout,
+            force_terminal=width > 0,
+            width=width or None,
+            soft_wrap=True,
+            highlight=False,
+            emoji=False,  # texts hold paths, and `:x:` is one
         )
         self._bar: Bar | None = None
         if shown and width > 0:
+            counter = 2 * len(str(total)) + 1
             self._bar = Bar(
                 TextColumn("step"),
                 MofNCompleteColumn(),
                 BarColumn(),
-                TextColumn("{task.fields[text]}"),
+                # cut where the terminal is narrow, so that the other columns keep theirs
+                TextColumn(
+                    "{task.fields[text]}",
+                    table_column=Column(no_wrap=True, max_width=max(10, width - counter - 25)),
+                ),
                 TimeRemainingColumn(),
                 console=self._console,
             )
@@ -69,7 +90,7 @@ class Progress:
             return
         text = (
             f"loss {line['loss']:.4f}  {line['samples_per_s']:,.0f} samples/s  "
-            f"lr {line['learning_rate']:.2e}  grad norm {line['grad_norm']:.3g}"
+            f"grad norm {line['grad_norm']:.3g}  lr {line['learning_rate']:.2e}"
         )
         if line.get("skipped"):
             text += "  skipped: not finite"
