@@ -52,9 +52,12 @@ def train(
     stop_at: Annotated[int | None, typer.Option(help="Save and stop after this step.", min=1)] = None,
 ) -> None:
     """Train.  Alone it is one rank; under mpirun, mpiexec or srun all ranks."""
+    from hpc_train.launch.signals import SignalFlag
     from hpc_train.training.guard import guard, together
     from hpc_train.training.worker import Layout
 
+    signal = SignalFlag()
+    signal.__enter__()  # until the process ends: a signal while loading or sampling must not kill it
     world, (settings, task) = _start(config, overrides)
 
     def run() -> int:
@@ -62,7 +65,7 @@ def train(
 
         layout = together(world, lambda: Layout(settings, task, world))
         where = run_dir or Path("runs") / settings.name
-        with Trainer(settings, task, world, layout, where, resume, stop_at) as trainer:
+        with Trainer(settings, task, world, layout, signal, where, resume, stop_at) as trainer:
             result = trainer.fit()
             text = trainer.sample() if result.step == settings.train.steps else None
             if text:

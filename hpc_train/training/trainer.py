@@ -1,6 +1,6 @@
 """The training loop.
 
-    with Trainer(settings, task, world, layout, run_dir=Path("runs/demo")) as trainer:
+    with SignalFlag() as signal, Trainer(settings, task, world, layout, signal, Path("runs/demo")) as trainer:
         result = trainer.fit()
 
 `Trainer.step` is one step in one direction: plan, batch, gradients, update, report.
@@ -58,6 +58,7 @@ class Trainer:
         task: the model, loss and data.
         world: all ranks, from `hpc_train.comm.connect.connect`.
         layout: where this rank stands in the grid.
+        signal: entered by the caller, early: a signal that comes while a model loads must not kill.
         run_dir: where metrics and checkpoints go; rank 0 writes the former, one replica the latter.
         resume: "auto" takes the newest whole checkpoint of `run_dir` if there is one, "never" moves an
             earlier run aside, anything else is the path of a checkpoint or of another run.
@@ -70,6 +71,7 @@ class Trainer:
         task: Task,
         world: World,
         layout: Layout,
+        signal: SignalFlag,
         run_dir: Path,
         resume: str = "auto",
         stop_at: int | None = None,
@@ -80,7 +82,7 @@ class Trainer:
         self.place = layout.place
         self.replicas = layout.grid.replicas
         self.leads = world.rank == 0
-        self.signal = SignalFlag()
+        self.signal = signal
         self.run = RunDirectory(run_dir, writer=self.leads)
         if resume == "never":
             self.run.set_aside()
@@ -116,7 +118,7 @@ class Trainer:
         steps = self.settings.train.steps
         report: Report | None = None
         loss, plan = math.nan, None
-        with self.signal, self.progress:
+        with self.progress:
             if self.done >= steps:
                 self.progress.note(f"nothing to do: {self.done} of {steps} steps are done already")
             while self.done < steps and not (plan and plan.stop):
