@@ -223,11 +223,11 @@ def _start(config: Path, overrides: list[str] | None) -> tuple["World", tuple[Se
 def _connect(prepare: Callable[[], T], backend: Callable[[T], str] = lambda _: "auto") -> tuple["World", T]:
     """Prepare without a message, then meet the other ranks: a mistake on any of them ends all, told once."""
     from hpc_train.comm.connect import connect
-    from hpc_train.training.guard import attempt, settle
+    from hpc_train.training.guard import attempt, guard, settle
 
-    value, mistake = attempt(prepare)
+    value, error = attempt(prepare)
     world = connect("auto" if value is None else backend(value))
-    return world, settle(world, value, mistake)
+    return world, guard(world, lambda: settle(world, value, error))
 
 
 def _check_before_launch(args: list[str], ranks: int) -> None:

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, TypeVar
 
 from hpc_train.comm.interface import World
@@ -19,6 +19,7 @@ T = TypeVar("T")
 # Ranks that meet the same mistake at the same time leave it to rank 0 to say so: its abort reaches them
 # sooner than this.
 _FIRST_WORD_S = 1.0
+_RANKS_SHOWN = 4
 
 
 def say(text: str) -> None:
@@ -26,20 +27,23 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
-def attempt(body: Callable[[], T]) -> tuple[T | None, str]:
-    """The value of `body`, or None and the user's mistake."""
+def attempt(body: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """The value of `body`, or None and what it raised, for `settle`."""
     try:
-        return body(), ""
-    except UserError as error:
-        return None, str(error)
+        return body(), None
+    except Exception as error:  # noqa: BLE001  (settle tells it, or raises it again)
+        return None, error
 
 
-def settle(world: World, value: T | None, mistake: str) -> T:
+def settle(world: World, value: T | None, error: Exception | None) -> T:
     """Go on with `value` when no rank found a mistake; else all ranks end, and rank 0 says why.
 
-    Collective.  A mistake that only some ranks see is told with their numbers and hosts.
+    Collective, within `guard`.  A mistake that only some ranks see is told with their numbers and hosts.
+    What is no user's mistake is raised again.
     """
-    parts = world.control.all_gather(json.dumps([mistake, world.host]).encode())
+    if error is not None and not isinstance(error, UserError):
+        raise error
+    parts = world.control.all_gather(json.dumps([str(error or ""), world.host]).encode())
     found: dict[str, list[str]] = {}
     for rank, part in enumerate(parts):
         text, host = json.loads(part)
@@ -49,12 +53,23 @@ def settle(world: World, value: T | None, mistake: str) -> T:
         assert value is not None
         return value
     if world.rank == 0:
-        for text, ranks in found.items():
-            where = "" if len(ranks) == world.size else f" (rank {', '.join(ranks)})"
-            say(f"error: {text}{where}")
+        say(_one_line(found, world.size))
     world.control.barrier()  # no rank's end may cut off rank 0's words
     world.close()
     sys.exit(EXIT_USAGE)
+
+
+def _one_line(found: Mapping[str, Sequence[str]], num_ranks: int) -> str:
+    """The first mistake and who found it; how many ranks found others."""
+    (text, ranks), *others = found.items()
+    if len(ranks) == num_ranks:
+        return f"error: {text}"
+    where = f"rank {', '.join(ranks[:_RANKS_SHOWN])}"
+    if len(ranks) > _RANKS_SHOWN:
+        where += f" and {len(ranks) - _RANKS_SHOWN} more"
+    if others:
+        where += f"; other mistakes on {sum(len(more) for _, more in others)} more"
+    return f"error: {text} ({where})"
 
 
 def together(world: World, body: Callable[[], T]) -> T:
