@@ -4,6 +4,7 @@ Rank 0 also runs the plain side: the whole model, the whole batch at once, torch
 optimizer, and nothing of pipeline, buckets or wires.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -139,7 +140,7 @@ def compare(
             everything = _load(dataset, [i for part in batch.indices for i in part], layout)
             loss, expected = plain.step(everything, rate)
             where = f"step {step + 1}"
-            judge.see("loss", abs(outcome.loss - loss) / abs(loss), where)
+            judge.see("loss", relative(abs(outcome.loss - loss), abs(loss)), where)
             judge.see_tensors("gradients", gradients, expected, where)
             updates = {name: p.cpu() - start[name] for name, p in parameters.items()}
             names = dict(plain.model.named_parameters())
@@ -173,6 +174,13 @@ def _whole(
     return whole
 
 
+def relative(distance: float, size: float) -> float:
+    """`distance` as a share of `size`; two zeros are equal, and nothing else is near zero."""
+    if size == 0:
+        return 0.0 if distance == 0 else math.inf
+    return distance / size
+
+
 class _Judge:
     """Keeps the largest difference of each quantity."""
 
@@ -183,7 +191,8 @@ class _Judge:
     def see(self, quantity: str, difference: float, where: str) -> None:
         """Take note of one relative difference."""
         known = self._largest.get(quantity)
-        if known is None or not difference <= known[0]:  # NaN counts as the largest
+        # NaN counts as the largest, and the first one stays
+        if known is None or not (difference <= known[0] or math.isnan(known[0])):
             self._largest[quantity] = (difference, where)
 
     def see_tensors(self, quantity: str, got: Named, expected: Named, where: str) -> None:
@@ -198,13 +207,14 @@ class _Judge:
         for name in expected.keys() & got.keys():
             reference = expected[name].cpu().double()
             distance = float((got[name].double() - reference).norm())
-            self.see(quantity, distance / max(float(reference.norm()), 1e-3 * whole), f"{where}, {name}")
+            size = max(float(reference.norm()), 1e-3 * whole)
+            self.see(quantity, relative(distance, size), f"{where}, {name}")
 
     def see_updates(self, quantity: str, got: Named, expected: Named, where: str) -> None:
         """The distance of all that was added to the parameters since the start, relative to its norm."""
         flat = torch.cat([expected[name].flatten().double() for name in sorted(expected)])
         mine = torch.cat([got[name].flatten().double() for name in sorted(expected)])
-        self.see(quantity, float((mine - flat).norm() / flat.norm()), where)
+        self.see(quantity, relative(float((mine - flat).norm()), float(flat.norm())), where)
 
     @property
     def differences(self) -> list[Difference]:

@@ -8,10 +8,11 @@ from hpc_train.pipeline.drawing import draw
 from hpc_train.pipeline.layers import count_parameters
 from hpc_train.pipeline.schedules import make
 from hpc_train.tasks.task import Task
-from hpc_train.training.worker import layer_costs, split_layers
+from hpc_train.training.worker import layer_costs, make_grid, split_layers
 
 # A backward pass computes two products (for inputs and for weights) where forward computes one.
 BACKWARD_PER_FORWARD = 2.0
+_LEFT_OUT = "..."
 
 
 def preview(settings: Settings, task: Task, num_ranks: int) -> str:
@@ -20,7 +21,7 @@ def preview(settings: Settings, task: Task, num_ranks: int) -> str:
     Raises:
         UserError: the settings do not fit `num_ranks` ranks.
     """
-    grid = Grid.for_ranks(num_ranks, settings.grid.stages, settings.grid.fastest)
+    grid = make_grid(settings, num_ranks)
     specs = task.layers()
     split = split_layers(settings, specs)
     costs = layer_costs(specs)
@@ -29,7 +30,7 @@ def preview(settings: Settings, task: Task, num_ranks: int) -> str:
     share = cut(settings.batch.size, [1] * grid.replicas)[0]
     num_micro_batches = -(-share // micro_batch)
     order = make(settings.pipeline.schedule, grid.stages, num_micro_batches)
-    forward_s = [cost / sum(costs) for cost in stage_costs]
+    forward_s = [cost / (sum(costs) or 1.0) for cost in stage_costs]  # layers may all cost nothing
     result = simulate(order, forward_s, [s * BACKWARD_PER_FORWARD for s in forward_s])
     title = (
         f"schedule {settings.pipeline.schedule}: {num_micro_batches} micro-batches of up to {micro_batch} "
@@ -50,21 +51,27 @@ def draw_grid(grid: Grid) -> str:
     replica 0          0        1
     replica 1          2        3
     """
-    lines = [
+    title = (
         f"grid: {_count(grid.size, 'rank')} = {_count(grid.replicas, 'replica')} x "
-        f"{_count(grid.stages, 'stage')}, neighbours differ in {grid.fastest}",
-        " " * 11 + "".join(f"{f'stage {stage}':>9}" for stage in range(grid.stages)),
-    ]
-    shown = list(range(grid.replicas))
-    if len(shown) > 12:
-        shown = [*shown[:8], -1, *shown[-2:]]
-    for replica in shown:
-        if replica < 0:
-            lines.append("  ...")
+        f"{_count(grid.stages, 'stage')}, neighbours differ in {grid.fastest}"
+    )
+    stages = _some(grid.stages)
+    rows = [["", *(_LEFT_OUT if stage is None else f"stage {stage}" for stage in stages)]]
+    for replica in _some(grid.replicas):
+        if replica is None:
+            rows.append([_LEFT_OUT])
             continue
-        ranks = "".join(f"{rank:>9}" for rank in grid.stages_of(replica))
-        lines.append(f"{f'replica {replica}':<11}{ranks}")
-    return "\n".join(lines)
+        ranks = (_LEFT_OUT if stage is None else str(grid.rank(replica, stage)) for stage in stages)
+        rows.append([f"replica {replica}", *ranks])
+    label = max(len(row[0]) for row in rows) + 2
+    width = max(len(cell) for cell in rows[0]) + 2
+    lines = (row[0].ljust(label) + "".join(cell.rjust(width) for cell in row[1:]) for row in rows)
+    return "\n".join([title, *map(str.rstrip, lines)])
+
+
+def _some(number: int) -> list[int | None]:
+    """0, 1, ... `number` - 1; of many the first and the last ones, and None for those between."""
+    return [*range(number)] if number <= 12 else [*range(8), None, number - 2, number - 1]
 
 
 def _count(number: int, noun: str) -> str:
@@ -74,13 +81,14 @@ def _count(number: int, noun: str) -> str:
 def _draw_stages(settings: Settings, task: Task, split: list[range], stage_costs: list[float]) -> str:
     specs = task.layers()
     parameters = [count_parameters(spec) for spec in specs]
+    whole = sum(stage_costs) or 1.0
     lines = [f"{'stage':<7}{'parameters':>11}{'cost':>7}  layers"]
     for stage, layers in enumerate(split):
         titles = [specs[i].title or f"layer {i}" for i in layers]
         names = titles[0] if len(titles) == 1 else f"{titles[0]} .. {titles[-1]}"
         held = sum(parameters[i] for i in layers)
         lines.append(
-            f"{stage:<7}{held:>11,}{stage_costs[stage] / sum(stage_costs):>7.0%}"
+            f"{stage:<7}{held:>11,}{stage_costs[stage] / whole:>7.0%}"
             f"  {layers.start}-{layers.stop - 1}: {names}"
         )
     lines.append(f"{'all':<7}{sum(parameters):>11,}{1:>7.0%}  {len(specs)} layers, task {settings.task}")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hpc_train.comm.interface import Collective, PeerLink, Wire, World
@@ -17,7 +18,7 @@ from hpc_train.config import Settings
 from hpc_train.errors import UserError
 from hpc_train.gradients.reducer import Reducer
 from hpc_train.grid import Grid, Place
-from hpc_train.launch.binding import choose_device
+from hpc_train.launch.binding import choose_device, choose_threads
 from hpc_train.pipeline.layers import LayerSpec, build_layer, count_parameters, layer_name
 from hpc_train.pipeline.partition import split_by_hand, split_evenly
 from hpc_train.pipeline.runtime import Pipeline
@@ -38,7 +39,10 @@ class Outcome:
 
 
 def layer_costs(specs: Sequence[LayerSpec]) -> list[float]:
-    """The share of the work that each layer stands for; only their ratios matter."""
+    """The share of the work that each layer stands for; only their ratios matter.
+
+    Costs are used where all layers have one: beside numbers of parameters they would mean nothing.
+    """
     if all(spec.cost is not None for spec in specs):
         return [float(spec.cost or 0.0) for spec in specs]
     return [float(max(1, count_parameters(spec))) for spec in specs]
@@ -52,6 +56,21 @@ def split_layers(settings: Settings, specs: Sequence[LayerSpec]) -> list[range]:
     return split_by_hand(settings.pipeline.split, len(specs), stages)
 
 
+def make_grid(settings: Settings, num_ranks: int) -> Grid:
+    """The grid of `num_ranks` ranks.
+
+    Raises:
+        UserError: the stages do not divide the ranks, or a batch has fewer samples than there are replicas.
+    """
+    grid = Grid.for_ranks(num_ranks, settings.grid.stages, settings.grid.fastest)
+    if settings.batch.size < grid.replicas:
+        raise UserError(
+            f"batch.size={settings.batch.size} cannot be cut into {grid.replicas} replicas: "
+            f"set batch.size to at least {grid.replicas}, or start fewer ranks"
+        )
+    return grid
+
+
 class Layout:
     """Where this rank stands and what it will hold: decided without a message.
 
@@ -60,13 +79,8 @@ class Layout:
     """
 
     def __init__(self, settings: Settings, task: Task, world: World) -> None:
-        self.grid = Grid.for_ranks(world.size, settings.grid.stages, settings.grid.fastest)
+        self.grid = make_grid(settings, world.size)
         self.place: Place = self.grid.place(world.rank)
-        if settings.batch.size < self.grid.replicas:
-            raise UserError(
-                f"batch.size={settings.batch.size} cannot be cut into {self.grid.replicas} replicas: "
-                f"set batch.size to at least {self.grid.replicas}, or start fewer ranks"
-            )
         self.specs = task.layers()
         self.layers: range = split_layers(settings, self.specs)[self.place.stage]
         self.device = choose_device(settings.train.device, world.local_rank)
@@ -84,6 +98,7 @@ class Worker:
     """
 
     def __init__(self, settings: Settings, task: Task, world: World, layout: Layout) -> None:
+        torch.set_num_threads(choose_threads(world, settings.train.threads))
         self.control = world.control
         self.place = layout.place
         self.device = layout.device
