@@ -11,9 +11,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from hpc_train.config import Settings, load, parse_bytes
 from hpc_train.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UserError
@@ -99,7 +101,7 @@ def parity(
         holds = all(difference.holds for difference in differences or ())
         if differences is not None:
             if as_json:
-                print(json.dumps([asdict(d) | {"holds": d.holds} for d in differences], indent=2), flush=True)  # noqa: T201
+                print(json.dumps([d.as_dict() for d in differences], indent=2), flush=True)  # noqa: T201
             else:
                 print(render(settings, layout.grid, steps, differences), flush=True)  # noqa: T201
         verdict = world.control.agree(holds)
@@ -151,7 +153,7 @@ def launch(
 
     if not context.args:
         raise UserError("launch what? for instance: hpc-train launch -n 4 train examples/bytelm.toml")
-    _check_before_launch(context.args, ranks)
+    _check_before_launch(context, ranks)
     sys.exit(start(ranks, hosts, context.args, interface))
 
 
@@ -170,10 +172,13 @@ def bench_allreduce(
     from hpc_train.training.guard import guard
 
     def options() -> tuple[list[int], list[Wire]]:
+        known = [wire.value for wire in Wire]
+        if unknown := [wire for wire in wires.split(",") if wire not in known]:
+            raise UserError(f"--wires {wires}: {unknown[0]!r} is unknown: known are {', '.join(known)}")
         try:
             return [parse_bytes(size) for size in sizes.split(",")], [Wire(wire) for wire in wires.split(",")]
         except ValueError as error:
-            raise UserError(str(error)) from None
+            raise UserError(f"--sizes {sizes}: {error}") from None
 
     world, (num_bytes, formats) = _connect(options)
 
@@ -230,13 +235,19 @@ def _connect(prepare: Callable[[], T], backend: Callable[[T], str] = lambda _: "
     return world, guard(world, lambda: settle(world, value, error))
 
 
-def _check_before_launch(args: list[str], ranks: int) -> None:
-    """Find a mistake in the settings before mpirun starts, whose own messages would bury ours."""
-    if args[0] not in ("train", "parity") or len(args) < 2 or args[1].startswith("-"):
+def _check_before_launch(context: typer.Context, ranks: int) -> None:
+    """Find a mistake before mpirun starts, whose own messages would bury ours."""
+    name, *args = context.args
+    group = get_command(app)
+    assert isinstance(group, TyperGroup)
+    if name not in group.commands:
+        raise UserError(f"launch cannot run {name!r}: the commands are {', '.join(group.commands)}")
+    if name not in ("train", "parity"):
         return
     from hpc_train.grid import Grid
 
-    settings = load(args[1], [arg for arg in args[2:] if "=" in arg and not arg.startswith("-")])
+    params = group.commands[name].make_context(name, args, parent=context.parent).params
+    settings = load(params["config"], params["overrides"] or [])
     Grid.for_ranks(ranks, settings.grid.stages, settings.grid.fastest)
 
 
@@ -248,10 +259,10 @@ def _speaks() -> bool:
     return identity is None or identity.rank == 0
 
 
-def main() -> Any:
+def main() -> NoReturn:
     """Entry point: a user's mistake is one line on stderr, from one rank, and exit code 2."""
     try:
-        return app(standalone_mode=False)
+        sys.exit(app(prog_name="hpc-train", standalone_mode=False))
     except UserError as error:
         line = f"error: {error}"
     except typer.TyperException as error:

@@ -6,7 +6,7 @@ optimizer, and nothing of pipeline, buckets or wires.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -48,6 +48,11 @@ class Difference:
     def holds(self) -> bool:
         """Within tolerance; NaN is not."""
         return self.largest <= self.tolerance.limit
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which has no word for a number that is not finite: it becomes None."""
+        largest = self.largest if math.isfinite(self.largest) else None
+        return {**asdict(self), "largest": largest, "holds": self.holds}
 
 
 _ADAPTIVE = (

@@ -1,5 +1,6 @@
 """The judge of parity: what it keeps, what it calls equal, and that it notices when something is wrong."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -63,6 +64,19 @@ def test_what_was_never_seen_does_not_hold():
 
 def test_exactly_the_limit_holds():
     assert Difference("loss", 1e-3, "step 1", LIMITS["loss"]).holds
+
+
+@pytest.mark.parametrize("number", [NAN, math.inf])
+def test_json_gets_null_for_what_is_not_finite(number):
+    difference = Difference("loss", number, "step 1", LIMITS["loss"])
+    tolerance = {"limit": 1e-3, "reason": "why"}
+    assert json.loads(json.dumps(difference.as_dict(), allow_nan=False)) == {
+        "quantity": "loss",
+        "largest": None,
+        "where": "step 1",
+        "tolerance": tolerance,
+        "holds": False,
+    }
 
 
 @pytest.mark.parametrize(
