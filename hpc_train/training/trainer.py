@@ -116,12 +116,13 @@ class Trainer:
     def fit(self) -> Result:
         """Train to the last step, or until the plan says stop; saves at the end."""
         steps = self.settings.train.steps
+        last = min(steps, self._stop_at or steps)
         report: Report | None = None
         loss, plan = math.nan, None
         with self.progress:
-            if self.done >= steps:
-                self.progress.note(f"nothing to do: {self.done} of {steps} steps are done already")
-            while self.done < steps and not (plan and plan.stop):
+            if self.done >= last:
+                self.progress.note(f"nothing to do up to step {last}: {self.done} steps are done already")
+            while self.done < last and not (plan and plan.stop):
                 plan, report, loss = self.step(report)
                 every = self.settings.train.evaluate_every
                 if self.done == steps or (every and self.done % every == 0):
@@ -130,7 +131,7 @@ class Trainer:
                     self.save()
             if plan and plan.stop and plan.reason:
                 self.progress.note(f"stopped after step {self.done} of {steps}: {plan.reason}")
-        unfinished = self.done < steps and self.done != self._stop_at
+        unfinished = self.done < last
         return Result(self.done, loss, self._evaluation, EXIT_STOPPED if unfinished else EXIT_OK)
 
     def step(self, report: Report | None) -> tuple[Plan, Report, float]:

@@ -101,6 +101,16 @@ def test_resumed_on_another_grid_as_if_never_stopped(mpirun, unbroken, stopped, 
     assert_same_model(exported(run_dir, tmp_path), exported(unbroken, tmp_path))
 
 
+def test_a_stop_before_the_step_that_is_done_does_nothing(mpirun, stopped):
+    before = sorted((stopped / "checkpoints").iterdir())
+    more = ["grid.stages=2", "--run-dir", stopped, "--stop-at", "3"]
+    done = mpirun(4, train("bytelm", *more), timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing to do up to step 3: 5 steps are done already" in done.stdout
+    assert sorted((stopped / "checkpoints").iterdir()) == before
+    assert [line["step"] for line in metrics(stopped) if "loss" in line] == [1, 2, 3, 4, 5]
+
+
 def test_resume_auto_passes_over_a_broken_checkpoint(mpirun, tmp_path):
     run_dir = tmp_path / "run"
     small = [*SMALL, "checkpoint.every=2", "train.steps=6", "grid.stages=2", "--run-dir", run_dir]
@@ -211,7 +221,7 @@ def _wait_for_steps(process, run_dir, steps):
     deadline = time.monotonic() + 60
     file = run_dir / "metrics.jsonl"
     while not (file.exists() and file.read_text().count("\n") >= steps):
-        assert process.poll() is None
+        assert process.poll() is None, f"ended with {process.poll()}"
         assert time.monotonic() < deadline, "no steps"
         time.sleep(0.05)
 
