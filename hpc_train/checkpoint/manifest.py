@@ -3,6 +3,7 @@
 A checkpoint is whole when its manifest is there and every file is as the manifest says.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -27,7 +28,7 @@ class Broken(Exception):
 class Record(BaseModel):
     """Every record is closed and frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
 class FileRecord(Record):
@@ -118,10 +119,13 @@ def write(directory: Path, manifest: Manifest) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make renames in a directory last through a power cut."""
+    """Make renames in a directory last through a power cut, where the file system offers that."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF):  # it cannot be asked for here, as on CIFS
+            raise
     finally:
         os.close(descriptor)
 

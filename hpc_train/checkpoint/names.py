@@ -15,7 +15,11 @@ CHECKPOINTS = "checkpoints"
 
 _OPTIMIZER = "optimizer/"
 _LAYER = re.compile(r"(?:optimizer/)?layers\.(\d+)\.")
-_FILE = re.compile(r"layers-[\d-]+-[0-9a-f]+\.safetensors|\.(?:layers-.*|manifest\.json)\.tmp")
+_FILE = re.compile(
+    r"layers-[\d-]+-[0-9a-f]+\.safetensors"
+    r"|\.(?:layers-.*|manifest\.json)\.tmp"
+    r"|\.tmp\w{6}"  # what safetensors leaves when it is killed in the middle of writing
+)
 _STEP = re.compile(r"step-(\d{8,})")
 
 

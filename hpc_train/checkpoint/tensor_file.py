@@ -18,11 +18,14 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """Write all tensors to `path`, which is not there before it is complete and on the disk.
 
     Raises:
-        OSError: no space, no permission and the like; nothing is left at `path` then.
+        OSError: no space, no permission and the like.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # the umask's: safetensors replaces it by a file for the owner alone
         save_file(_separate(tensors), temporary, metadata={"format": "pt"})
+        temporary.chmod(mode)
         record = _measure(temporary, sync=True)
         os.replace(temporary, path)
     except SafetensorError as error:
@@ -60,14 +63,15 @@ def read(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous, and no two in the same memory, as the format wants it (tied parameters are)."""
+    """Contiguous, and no two in the same memory, as the format wants it (tied parameters and views are)."""
     separate: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
-        address = tensor.data_ptr()
-        separate[name] = tensor.detach().clone() if address in seen else tensor.detach().contiguous()
+        memory = tensor.untyped_storage().data_ptr()
+        own = tensor.detach().contiguous()
+        separate[name] = own.clone() if memory in seen else own
         if tensor.numel():
-            seen.add(address)
+            seen.add(memory)
     return separate
 
 
