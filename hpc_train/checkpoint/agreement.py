@@ -28,7 +28,8 @@ def attempt(control: ControlPlane, cannot: str, body: Callable[[], Any]) -> list
     except UserError as error:
         part = {"cause": str(error)}
     except OSError as error:
-        part = {"cause": f"{error.strerror} ({error.filename})" if error.filename else str(error)}
+        where = f" ({error.filename})" if error.filename else ""
+        part = {"cause": (error.strerror or str(error)) + where}
     if control.size > 1:
         part["rank"] = f"rank {control.rank} on {socket.gethostname()}: "
     parts = share(control, part)

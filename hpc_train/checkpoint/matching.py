@@ -59,11 +59,12 @@ def layers_of(names: Iterable[str]) -> set[int]:
 
 
 def spans(layers: Iterable[int]) -> str:
-    """`layers 0-3, 5`."""
+    """`layers 0-3, 5`, or `no layers`."""
     runs: list[list[int]] = []
     for layer in sorted(layers):
         if runs and layer == runs[-1][-1] + 1:
             runs[-1].append(layer)
         else:
             runs.append([layer])
-    return "layers " + ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)
+    named = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"layers {named}" if runs else "no layers"

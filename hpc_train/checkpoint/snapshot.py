@@ -80,7 +80,8 @@ def restore(
 ) -> None:
     """Put the state of `tensors` in place; dtypes and devices stay those of the model.
 
-    A parameter whose optimizer state is not among `tensors` begins as in a new optimizer.
+    A parameter whose optimizer state is not among `tensors` begins as in a new optimizer.  The optimizer
+    keeps the state's tensors themselves: use them no further.
 
     Raises:
         KeyError: a parameter or buffer is not among `tensors`.
