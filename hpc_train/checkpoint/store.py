@@ -110,6 +110,7 @@ class Store:
         self._distrusted.discard(path.resolve())
         if leads:
             self._tidy(path)
+        control.barrier()  # or the next save of this step would see its new files tidied away
         return path
 
     def load(
@@ -214,17 +215,19 @@ class Store:
         )
 
     def _tidy(self, written: Path) -> None:
-        """Remove what no checkpoint needs.  What cannot be removed is told, and harms nobody."""
+        """Remove what no checkpoint needs.  What cannot be removed is told, and keeps nothing else."""
         try:
             files = manifests.read(written).files
-            for file in written.iterdir():
-                if is_ours(file.name) and file.name not in files:
-                    file.unlink()
-            for path in self._outdated():
-                (path / MANIFEST).unlink(missing_ok=True)  # first: what is half removed must not look whole
-                shutil.rmtree(path)
+            left = [path for path in written.iterdir() if is_ours(path.name) and path.name not in files]
+            left += self._outdated()
         except (OSError, Broken) as error:
-            warnings.warn(f"an old checkpoint was not removed: {error}", stacklevel=3)
+            left = []
+            warnings.warn(f"old checkpoints were not removed: {error}", stacklevel=3)
+        for path in left:
+            try:
+                _remove(path)
+            except OSError as error:
+                warnings.warn(f"{path} was not removed: {error}", stacklevel=3)
 
     def _outdated(self) -> list[Path]:
         """All whole checkpoints but the newest, and broken ones of steps before those that are kept."""
@@ -237,6 +240,15 @@ class Store:
         oldest = min(step_of(path.name) or 0 for path in kept)
         broken = ({saved.path for saved in listing.saved} | set(listing.broken)) - set(whole)
         return whole[self._keep :] + sorted(p for p in broken if (step_of(p.name) or 0) < oldest)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, or a checkpoint: its manifest first, as what is half removed must not look whole."""
+    if not path.is_dir():
+        path.unlink()
+        return
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path)
 
 
 def _looks_whole(saved: Saved) -> bool:
