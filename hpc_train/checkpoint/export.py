@@ -46,7 +46,7 @@ def export(source: Path, out: Path) -> str:
         raise UserError(f"{out} cannot be written: {error.strerror or error}") from None
     numbers = sum(tensor.numel() for tensor in tensors.values())
     line = (
-        f"{out}: step {found.manifest.step}, {len(tensors)} tensors, {numbers:,} parameters, "
+        f"{out}: step {found.manifest.step}, {len(tensors)} tensors, {numbers:,} numbers, "
         f"{record.bytes:,} bytes"
     )
     return line + "".join(f"\nwarning: passed over {path}: {cause}" for path, cause in passed.items())
