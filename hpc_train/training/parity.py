@@ -72,12 +72,12 @@ def tolerances(settings: Settings) -> dict[str, Tolerance]:
             "gradients": Tolerance(
                 2e-3, "fp16 keeps 11 bits: each contribution and the sum are rounded by up to 2^-11 = 4.9e-4"
             ),
-            "parameters": Tolerance(5e-2 if adaptive else 2e-3, reason),
+            "parameters": Tolerance(2e-2 if adaptive else 2e-3, reason),
         }
     return {
         "loss": Tolerance(1e-5, "fp32 sums in another order"),
         "gradients": Tolerance(1e-4, "fp32 sums in another order, 1e-6 a step, growing from step to step"),
-        "parameters": Tolerance(1e-2 if adaptive else 1e-4, reason),
+        "parameters": Tolerance(1e-3 if adaptive else 1e-4, reason),
     }
 
 
