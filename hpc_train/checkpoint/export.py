@@ -20,13 +20,15 @@ def export(source: Path, out: Path) -> str:
 
     Args:
         source: a checkpoint, or a run's directory for its newest whole one.
-        out: the file to write; it is there whole or not at all, and replaces one of that name.
+        out: the file to write; it is there whole or not at all, and replaces an older export.
 
     Raises:
-        UserError: there is no whole checkpoint at `source`, or `out` cannot be written.
+        UserError: there is no whole checkpoint at `source`, or `out` cannot be written or is another file.
     """
     if out.is_dir():
         raise UserError(f"{out} is a directory: give the name of a file, such as {out / 'model.safetensors'}")
+    if out.exists() and not (out.is_file() and out.suffix == ".safetensors"):
+        raise UserError(f"{out} is there, and no .safetensors file: give another name, it would be lost")
     try:
         found, passed = first_whole(look(source), _check)
         if found is None:

@@ -12,6 +12,7 @@ torch from disk once a rank and not once a worker.
 
 import atexit
 import os
+import pickle
 import random
 import signal
 import threading
@@ -143,7 +144,14 @@ class Loader:
         self._wanted.requests = self._begun = requests
         if self._iterator is None:
             with _one_start, _no_rank():
-                self._iterator = iter(self._data_loader)
+                try:
+                    self._iterator = iter(self._data_loader)
+                except (pickle.PicklingError, AttributeError, TypeError) as error:  # pickle raises all three
+                    raise UserError(
+                        f"data.workers={self._num_workers}: the dataset "
+                        f"{type(self._source.dataset).__name__} cannot be sent to a worker ({error}): "
+                        "make it of what pickle knows, or set data.workers=0"
+                    ) from error
             atexit.register(self.close)  # before multiprocessing's own, which would wait for ever
         else:
             iter(self._data_loader)  # the workers persist, and so it is the same iterator, reset

@@ -92,11 +92,14 @@ class Progress:
             f"loss {line['loss']:.4f}  {line['samples_per_s']:,.0f} samples/s  "
             f"grad norm {line['grad_norm']:.3g}  lr {line['learning_rate']:.2e}"
         )
-        if line.get("skipped"):
+        skipped = line.get("skipped", False)
+        if skipped:
             text += "  skipped: not finite"
         if self._bar is not None:
+            if skipped:
+                self.note(f"step {line['step']} was skipped: its loss or gradients are not finite")
             self._bar.update(self._task, completed=line["step"], text=text)
-        elif time.monotonic() - self._last_line_s >= LINE_EVERY_S or line["step"] == self._total:
+        elif time.monotonic() - self._last_line_s >= LINE_EVERY_S or line["step"] == self._total or skipped:
             self._last_line_s = time.monotonic()
             self.note(f"step {line['step']:>{len(str(self._total))}}/{self._total}  {text}")
 

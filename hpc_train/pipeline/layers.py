@@ -70,3 +70,14 @@ def count_parameters(spec: LayerSpec) -> int:
     """The parameters of a layer, without the memory for them."""
     with torch.device("meta"):
         return sum(p.numel() for p in spec.build().parameters())
+
+
+def shared_layers(specs: Sequence[LayerSpec]) -> list[tuple[int, int]]:
+    """Pairs of layers that hold the same parameter (tied weights), found without the memory for them."""
+    with torch.device("meta"):
+        built = [spec.build() for spec in specs]
+    first: dict[nn.Parameter, int] = {}
+    pairs = {
+        (first.setdefault(p, index), index) for index, layer in enumerate(built) for p in layer.parameters()
+    }
+    return sorted(pair for pair in pairs if pair[0] != pair[1])

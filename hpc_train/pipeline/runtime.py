@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.comm.interface import PeerLink, Work
+from hpc_train.errors import UserError
 from hpc_train.pipeline.actions import Action, Kind
 from hpc_train.pipeline.boundary import Door, enter, leave
 from hpc_train.pipeline.check import validate
@@ -183,6 +184,11 @@ class Pipeline:
                 target = _present(pair)[1]
                 losses = self._loss(output, target)
                 self._loss_sum = self._loss_sum + sum_over_samples(losses, "loss", target)
+                if any(tensor.requires_grad for tensor in tensors_of(output)) and not losses.requires_grad:
+                    raise UserError(
+                        "the loss does not depend on the model's output, and nothing would be trained: "
+                        "do not detach it, and compute it from the output with torch"
+                    )
                 if losses.requires_grad:
                     live.roots.append(losses.sum() * scale)
         if not self.stage.is_last:

@@ -5,6 +5,7 @@ seconds, with the traceback, number and host of the rank it happened on, and exi
 """
 
 import json
+import signal
 import sys
 import time
 import traceback
@@ -25,6 +26,10 @@ _RANKS_SHOWN = 4
 def say(text: str) -> None:
     """One message on stderr, out before the process ends."""
     print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+class _Settled(SystemExit):
+    """All ranks have agreed to end."""
 
 
 def attempt(body: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -56,7 +61,7 @@ def settle(world: World, value: T | None, error: Exception | None) -> T:
         say(_one_line(found, world.size))
     world.control.barrier()  # no rank's end may cut off rank 0's words
     world.close()
-    sys.exit(EXIT_USAGE)
+    raise _Settled(EXIT_USAGE)
 
 
 def _one_line(found: Mapping[str, Sequence[str]], num_ranks: int) -> str:
@@ -88,7 +93,11 @@ def guard(world: World, body: Callable[[], T]) -> T:
         else:
             say(f"error: {error}")
         _end(world, EXIT_USAGE)
-    except Exception:  # noqa: BLE001  (it is told in full, and ends the job)
+    except _Settled:
+        raise
+    except KeyboardInterrupt:
+        _end(world, 128 + signal.SIGINT)
+    except BaseException:  # noqa: BLE001  (a task's sys.exit on one rank too: told in full, it ends the job)
         name = f"rank {world.rank} of {world.size} on {world.host}"
         say(f"{name} failed:\n{traceback.format_exc()}{name} failed: all ranks end now")
         _end(world, EXIT_FAILED)

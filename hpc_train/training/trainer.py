@@ -84,10 +84,12 @@ class Trainer:
         self.leads = world.rank == 0
         self.signal = signal
         self.run = RunDirectory(run_dir, writer=self.leads)
-        if resume == "never":
-            self.run.set_aside()
-        self.control.barrier()  # nobody looks for checkpoints before rank 0 has moved them
         self.progress = Progress(total=settings.train.steps, shown=self.leads)
+        if resume == "never":
+            aside = self.run.set_aside()
+            if aside:
+                self.progress.note(f"an earlier run was moved to {aside}")
+        self.control.barrier()  # nobody looks for checkpoints before rank 0 has moved them
         self.worker = Worker(settings, task, world, layout)
         self.train_data = _Split(task, "train", settings, layout, world)
         self.eval_data = _Split(task, "eval", settings, layout, world)
@@ -220,6 +222,7 @@ class Trainer:
             "samples": self.samples,
             "epoch": self.cursor.epoch,
             "offset": self.cursor.offset,
+            "train_samples": len(self.train_data),
             "seed": self.settings.seed,  # with step, replica and stage it gives the random state
             "settings": self.settings.to_toml(),
         }
@@ -240,6 +243,13 @@ class Trainer:
         self.done, self.samples = state["step"], state["samples"]
         self.cursor = Cursor(state["epoch"], state["offset"])
         self.progress.note(f"resumed from {loaded.path}: {self.done} steps done")
+        now = {"seed": self.settings.seed, "train_samples": len(self.train_data)}
+        for name, value in now.items():
+            if state.get(name, value) != value:
+                self.progress.note(
+                    f"warning: {name} was {state[name]} and is {value}: this epoch goes on in another order, "
+                    "in which samples come twice or not at all"
+                )
 
     def __enter__(self) -> "Trainer":
         return self

@@ -19,7 +19,7 @@ from hpc_train.errors import UserError
 from hpc_train.gradients.reducer import Reducer
 from hpc_train.grid import Grid, Place
 from hpc_train.launch.binding import choose_device, choose_threads
-from hpc_train.pipeline.layers import LayerSpec, build_layer, count_parameters, layer_name
+from hpc_train.pipeline.layers import LayerSpec, build_layer, count_parameters, layer_name, shared_layers
 from hpc_train.pipeline.partition import split_by_hand, split_evenly
 from hpc_train.pipeline.runtime import Pipeline
 from hpc_train.pipeline.stage import Stage
@@ -51,9 +51,20 @@ def layer_costs(specs: Sequence[LayerSpec]) -> list[float]:
 def split_layers(settings: Settings, specs: Sequence[LayerSpec]) -> list[range]:
     """Which layers each stage holds.  Raises UserError when the split does not fit."""
     stages = settings.grid.stages
+    if not specs:
+        raise UserError(f"task {settings.task} has 0 layers: return at least one from its layers()")
     if settings.pipeline.split == "auto":
-        return split_evenly(layer_costs(specs), stages)
-    return split_by_hand(settings.pipeline.split, len(specs), stages)
+        split = split_evenly(layer_costs(specs), stages)
+    else:
+        split = split_by_hand(settings.pipeline.split, len(specs), stages)
+    stage_of = {layer: stage for stage, layers in enumerate(split) for layer in layers}
+    for one, other in shared_layers(specs) if stages > 1 else ():
+        if stage_of[one] != stage_of[other]:  # each stage would train a copy of its own
+            raise UserError(
+                f"layers {one} and {other} share parameters, but stand on stages {stage_of[one]} and "
+                f"{stage_of[other]}: set pipeline.split so that one stage holds both"
+            )
+    return split
 
 
 def make_grid(settings: Settings, num_ranks: int) -> Grid:

@@ -96,14 +96,6 @@ def test_guard_tells_anything_else_with_traceback_rank_and_host(capsys):
     assert "ZeroDivisionError: " in err
 
 
-def test_guard_lets_an_exit_pass(capsys):
-    def leave():
-        raise SystemExit(75)
-
-    assert ending(lambda: guard(LoopbackWorld(), leave)) == 75
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize(("error", "code"), [(UserError(MISTAKE), 2), (ZeroDivisionError("zero"), 1)])
 def test_a_rank_that_fails_ends_the_others_that_wait_for_it(capsys, monkeypatch, error, code):
     """Rank 1 fails while rank 0 waits in a barrier, which nobody else will enter."""
