@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpc_train.errors import UserError
+
 _one_builder = threading.Lock()  # torch's default generator is one for the process
 
 
@@ -67,17 +69,36 @@ def plain_model(specs: Sequence[LayerSpec], seed: int = 0) -> PlainModel:
 
 
 def count_parameters(spec: LayerSpec) -> int:
-    """The parameters of a layer, without the memory for them."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in spec.build().parameters())
+    """The parameters of a layer, without the memory for them.
+
+    Raises:
+        UserError: the layer reads values while it is built, which are not there without memory.
+    """
+    layer = _built_without_memory(spec)
+    if layer is None:
+        raise UserError(
+            f"layer {spec.title or spec.build} reads values while it is built, and cannot be counted without "
+            "the memory for it: compute them before, outside of its build"
+        )
+    return sum(p.numel() for p in layer.parameters())
 
 
 def shared_layers(specs: Sequence[LayerSpec]) -> list[tuple[int, int]]:
     """Pairs of layers that hold the same parameter (tied weights), found without the memory for them."""
-    with torch.device("meta"):
-        built = [spec.build() for spec in specs]
+    built = [_built_without_memory(spec) for spec in specs]
     first: dict[nn.Parameter, int] = {}
     pairs = {
-        (first.setdefault(p, index), index) for index, layer in enumerate(built) for p in layer.parameters()
+        (first.setdefault(p, index), index)
+        for index, layer in enumerate(built)
+        for p in (layer.parameters() if layer is not None else ())
     }
     return sorted(pair for pair in pairs if pair[0] != pair[1])
+
+
+def _built_without_memory(spec: LayerSpec) -> nn.Module | None:
+    """The layer on torch's meta device; None where its build reads values (and so makes new ones)."""
+    with torch.device("meta"):
+        try:
+            return spec.build()
+        except RuntimeError:
+            return None

@@ -1,7 +1,6 @@
 """The commands on one rank, as a person without a launcher runs them: output and exit codes."""
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,14 +21,11 @@ COMMANDS = ["train", "parity", "plan", "export", "launch", "bench", "doctor"]
 
 
 @pytest.fixture(autouse=True)
-def _as_before(tmp_path, monkeypatch):
+def _as_before(tmp_path, monkeypatch, signals_as_before):
     """A directory of its own; the process's signals and torch threads are given back."""
     monkeypatch.chdir(tmp_path)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
     threads = torch.get_num_threads()
     yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     torch.set_num_threads(threads)
 
 
@@ -159,3 +155,30 @@ def test_the_module_is_the_command(args, code):
     )
     assert done.returncode == code, done.stderr
     assert bool(done.stdout) is (code == 0)
+
+
+def test_a_resume_in_another_order_is_told(run):
+    run("train", CONFIG, *SMALL, "--stop-at", "1")
+    code, out, _ = run("train", CONFIG, *SMALL, "seed=5", "--stop-at", "2")
+    assert code == 0
+    assert "warning: seed was 0 and is 5: this epoch goes on in another order" in out
+    _, out, _ = run("train", CONFIG, *SMALL, "seed=5")
+    assert "warning" not in out
+
+
+def test_an_earlier_run_that_is_set_aside_is_told(run):
+    run("train", CONFIG, *SMALL)
+    code, out, _ = run("train", CONFIG, *SMALL, "--resume", "never")
+    assert code == 0
+    assert "an earlier run was moved to runs/regression.old-1" in out
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "model.pt"])
+def test_export_leaves_other_files_alone(run, name):
+    run("train", CONFIG, *SMALL)
+    precious = Path(name)
+    precious.write_text("precious")
+    code, _, err = run("export", "runs/regression", name)
+    assert code == 2
+    assert err.startswith(f"error: {name} is there")
+    assert precious.read_text() == "precious"

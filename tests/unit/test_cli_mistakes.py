@@ -1,6 +1,5 @@
 """Every mistake in a command is one line on stderr that starts with `error: `, and exit code 2."""
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,17 +15,8 @@ CONFIG = str(EXAMPLES / "regression.toml")
 
 
 @pytest.fixture(autouse=True)
-def _in_a_directory_of_its_own(tmp_path, monkeypatch):
+def _in_a_directory_of_its_own(tmp_path, monkeypatch, signals_as_before):
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def _signals_as_before():
-    """`train` takes SIGTERM and SIGUSR2 for the rest of its process, which here is the tests'."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture

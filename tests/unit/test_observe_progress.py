@@ -75,6 +75,16 @@ def test_a_step_that_was_skipped_says_so(capsys):
     assert out.rstrip().endswith("skipped: not finite")
 
 
+def test_no_skipped_step_is_passed_over(capsys, clock):
+    with Progress(total=100, shown=True, columns=0) as shown:
+        for step in range(1, 5):
+            shown.step(metrics(step, skipped=step == 3))
+    assert [line.split("/")[0] for line in capsys.readouterr().out.splitlines()] == ["step   1", "step   3"]
+    with Progress(total=100, shown=True, columns=100) as shown:
+        shown.step(metrics(7, skipped=True))
+    assert "step 7 was skipped: its loss or gradients are not finite" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("columns", [20, 60, 80, 100])
 def test_with_a_terminal_there_is_a_bar_with_the_step_in_it(capsys, columns):
     with Progress(total=400, shown=True, columns=columns) as shown:

@@ -36,6 +36,14 @@ def test_layers_that_share_parameters_stand_on_one_stage():
     assert split_layers(settings(2, (3, 1)), more) == [range(3), range(3, 4)]
 
 
+def test_layers_that_read_values_while_they_are_built():
+    rates = LayerSpec(lambda: nn.Dropout(torch.linspace(0, 0.5, 3)[1].item()), title="drop")
+    with pytest.raises(UserError, match="layer drop reads values while it is built"):
+        split_layers(settings(2), [rates, rates])
+    known = [LayerSpec(rates.build, cost=1.0) for _ in range(2)]
+    assert split_layers(settings(2), known) == [range(1), range(1, 2)]
+
+
 def test_a_task_without_layers():
     with pytest.raises(UserError, match="has 0 layers"):
         split_layers(settings(1), [])
@@ -60,6 +68,7 @@ def test_a_frozen_model_is_no_mistake():
     assert loss.run([(torch.ones(4, 2), torch.ones(4))], scale=0.25) > 0
 
 
+@pytest.mark.filterwarnings("ignore:Got pickle error")
 def test_a_dataset_that_cannot_be_sent_to_a_worker():
     class Local(torch.utils.data.Dataset):  # pickle finds classes by the module they stand in
         def __getitem__(self, index):
