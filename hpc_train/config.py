@@ -43,6 +43,9 @@ def parse_bytes(text: int | str) -> int:
 Bytes = Annotated[PositiveInt, BeforeValidator(parse_bytes)]
 
 
+WireName = Literal["fp32", "fp16", "bf16", "int8"]
+
+
 class Section(BaseModel):
     """Every section is closed (an unknown key is an error) and frozen."""
 
@@ -84,14 +87,22 @@ class OptimizerSettings(Section):
     betas: tuple[float, float] = (0.9, 0.95)
     momentum: NonNegativeFloat = 0.9
     clip_norm: NonNegativeFloat = 0.0  # one norm over all stages; 0: no clipping
+    sharded: bool = False  # each replica keeps and updates its share of the optimizer's state
 
 
 class GradientSettings(Section):
     """How gradients are summed."""
 
-    wire: Literal["fp32", "fp16"] = "fp32"
+    wire: WireName = "fp32"
+    error_feedback: bool | Literal["auto"] = "auto"  # auto: for int8 and powersgd
+    compression: Literal["none", "powersgd"] = "none"
+    powersgd_rank: PositiveInt = 4
+    powersgd_warm_up_steps: NonNegativeInt = 10  # steps that send whole gradients first
     bucket_bytes: Bytes = 4 * 2**20
     overlap: bool = True  # sum in a thread while backward runs
+    local_steps: PositiveInt = 1  # H > 1: no gradient sums; parameters are averaged every H steps
+    tune: bool = False  # try bucket sizes and wires over the first steps
+    tune_wires: tuple[WireName, ...] = ()  # wires that may be tried beside `wire`
 
 
 class PipelineSettings(Section):
@@ -117,7 +128,7 @@ class DataSettings(Section):
 class CommSettings(Section):
     """Which backend carries gradients and activations."""
 
-    backend: Literal["auto", "mpi", "gloo", "nccl"] = "auto"
+    backend: Literal["auto", "mpi", "gloo", "nccl", "horovod"] = "auto"
 
 
 class Settings(Section):

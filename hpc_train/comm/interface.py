@@ -12,6 +12,7 @@ its group call it, in the same order.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
@@ -31,6 +32,21 @@ class Wire(str, Enum):
 
     FP32 = "fp32"
     FP16 = "fp16"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+    @property
+    def lossy(self) -> bool:
+        """Whether values are rounded on their way."""
+        return self is not Wire.FP32
+
+
+@dataclass
+class Losses:
+    """What lossy wires lost, counted up: on this rank, of the values that it encoded."""
+
+    overflows: int = 0  # values that were not finite: a scale of each block's own keeps all others in range
+    underflows: int = 0  # values that were not zero and became zero
 
 
 class Work(Protocol):
@@ -62,21 +78,50 @@ class PeerLink(Protocol):
 
 
 class Collective(Protocol):
-    """Sums among the replicas of one stage; `rank` is the replica's number among `size`."""
+    """Sums among the replicas of one stage; `rank` is the replica's number among `size`.
+
+    A buffer is fp32, contiguous and of the same length on all replicas; it lies at the same place of
+    the memory that they allocated together, or on no replica in such memory.
+    """
 
     rank: int
     size: int
-    threaded: bool  # True: sum_ may run in one helper thread beside the main thread's communication
+    threaded: bool  # True: sums may run in one helper thread beside the main thread's communication
+    losses: Losses
 
     def allocate(self, numel: int) -> "torch.Tensor":
-        """Zeroed fp32 memory, [numel], from which `sum_` is fastest.  Lives as long as the tensor."""
+        """Zeroed fp32 memory, [numel], from which sums are fastest.  Lives as long as the tensor."""
 
-    def sum_(self, buffer: "torch.Tensor", wire: Wire) -> None:
-        """Replace `buffer` (fp32, contiguous) by its sum over the replicas; blocks.
+    def sum_(self, buffer: "torch.Tensor", wire: Wire, residual: "torch.Tensor | None" = None) -> None:
+        """Replace `buffer` by its sum over the replicas; blocks.
 
-        All replicas end with the same bits.  A lossy wire rounds each contribution once and the
-        sum once, under a power-of-two scale agreed so that nothing overflows; values that are not
-        finite stay so.
+        All replicas end with the same bits.  A lossy wire rounds each host's contribution once and the
+        sum once, under power-of-two scales that travel along, so that nothing overflows; values that
+        are not finite stay so.
+
+        Args:
+            buffer: [numel].
+            wire: the number format between hosts.
+            residual: fp32, [numel], zeros at first: error feedback (arXiv 1901.09847).  What lossy wires
+                rounded off in the last sum is added to this one, and what this one rounds off is left
+                there.  Only its sum over the replicas has a meaning.
+        """
+
+    def shard(self, numel: int) -> slice:
+        """The part of a buffer of `numel` values that is this replica's; the parts of all make up the whole."""
+
+    def reduce_scatter_(
+        self, buffer: "torch.Tensor", wire: Wire, residual: "torch.Tensor | None" = None
+    ) -> None:
+        """Like `sum_`, for `buffer[shard(numel)]` alone; what the rest holds afterwards has no meaning."""
+
+    def all_gather_(self, buffer: "torch.Tensor") -> None:
+        """Replace each replica's shard of `buffer` by what that replica holds there, exactly; blocks."""
+
+    def prepare(self, numel: int, wire: Wire) -> str:
+        """Measure the ways to sum `numel` values on this wire and use the fastest from now on.
+
+        Returns what was measured and chosen, in one line; "" where there is nothing to choose.
         """
 
     def max(self, value: float) -> float:
