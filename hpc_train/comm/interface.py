@@ -108,7 +108,7 @@ class Collective(Protocol):
         """
 
     def shard(self, numel: int) -> slice:
-        """The part of a buffer of `numel` values that is this replica's; the parts of all make up the whole."""
+        """The part of a buffer of `numel` values that is of this replica; all parts are the whole."""
 
     def reduce_scatter_(
         self, buffer: "torch.Tensor", wire: Wire, residual: "torch.Tensor | None" = None

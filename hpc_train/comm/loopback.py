@@ -10,27 +10,35 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from hpc_train.comm.compressed_sum import CompressedSum
-from hpc_train.comm.interface import ControlPlane, Wire
+from hpc_train.comm.host_memory import Shelf
+from hpc_train.comm.interface import ControlPlane
 from hpc_train.comm.mail import Mail
+from hpc_train.comm.routed_collective import RoutedCollective
+from hpc_train.comm.routes import Hosts
 from hpc_train.grid import Grid
 
 T = TypeVar("T")
 
 
 class LoopbackWorld:
-    """One rank of `size` in this process."""
+    """One rank of `size` in this process.  `hosts`: by rank, the host that it plays to be on."""
 
-    def __init__(self, rank: int = 0, size: int = 1, mail: Mail | None = None) -> None:
-        self.rank = self.local_rank = rank
-        self.size = self.local_size = size
-        self.host = socket.gethostname()
+    def __init__(
+        self, rank: int = 0, size: int = 1, mail: Mail | None = None, hosts: Sequence[int] = ()
+    ) -> None:
+        self._hosts = tuple(hosts) or (0,) * size
+        self.rank = rank
+        self.size = size
+        self.local_rank = self._hosts[:rank].count(self._hosts[rank])
+        self.local_size = self._hosts.count(self._hosts[rank])
+        name = socket.gethostname()
+        self.host = f"{name}-{self._hosts[rank]}" if self.local_size < size else name
         self._mail = mail or Mail()
         self._channels = 0
         self.control: ControlPlane = LoopbackControl(self._mail, rank, size)
@@ -43,7 +51,7 @@ class LoopbackWorld:
     def collective(self, grid: Grid, device: torch.device) -> "LoopbackCollective":
         """See interface.World."""
         ranks = grid.replicas_of(grid.place(self.rank).stage)
-        return LoopbackCollective(self._mail, self._channel(), ranks, self.rank, device)
+        return LoopbackCollective(self._mail, self._channel(), ranks, self.rank, device, self._hosts)
 
     def describe(self) -> dict[str, Any]:
         """See interface.World."""
@@ -95,37 +103,46 @@ class LoopbackPeerLink:
         return LoopbackWork(take)
 
 
-class LoopbackCollective:
-    """Sums among threads; the Transport of its own CompressedSum."""
+class LoopbackCollective(RoutedCollective):
+    """Sums among threads; those of one host share their buffers, as threads can."""
 
     threaded = True
 
     def __init__(
-        self, mail: Mail, channel: int, ranks: Sequence[int], rank: int, device: torch.device
+        self,
+        mail: Mail,
+        channel: int,
+        ranks: Sequence[int],
+        rank: int,
+        device: torch.device,
+        hosts: Sequence[int],
     ) -> None:
-        self.rank = ranks.index(rank)
-        self.size = len(ranks)
         self._mail = mail
         self._channel = channel
         self._ranks = ranks
-        self._device = device
-        self._compressed = CompressedSum(self.size, self)
+        me = ranks.index(rank)
+        where = Hosts(tuple(hosts[r] for r in ranks))
+        neighbours = [ranks[i] for i in where.neighbours(me)]
+        self._memory = _HostOfThreads(mail, (channel, "host"), neighbours, rank)
+        super().__init__(me, where, self, self._memory, device, message_bytes=16 * 2**10)
 
     def allocate(self, numel: int) -> Tensor:
         """See interface.Collective."""
-        return torch.zeros(numel, dtype=torch.float32, device=self._device)
+        return self._memory.put(super().allocate(numel))
 
-    def sum_(self, buffer: Tensor, wire: Wire) -> None:
-        """See interface.Collective."""
-        if self.size == 1:
-            return
-        if wire is Wire.FP16:
-            self._compressed.sum_(buffer)
-        else:
-            first, *others = self._share([buffer.clone()] * self.size, "sum")
-            buffer.copy_(first)
-            for other in others:
-                buffer += other
+    def start(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
+    ) -> LoopbackWork:
+        """See routed_sum.Transport."""
+        here = self._ranks[self.rank]
+        for peer, words in sends:
+            self._mail.put((self._channel, tag), here, self._ranks[peer], words.clone())
+
+        def take() -> None:
+            for peer, out in receives:
+                out.copy_(self._mail.take((self._channel, tag), self._ranks[peer], here, "sum"))
+
+        return LoopbackWork(take)
 
     def max(self, value: float) -> float:
         """See interface.Collective."""
@@ -141,25 +158,58 @@ class LoopbackCollective:
         """See interface.Collective."""
         self._share([None] * self.size, "barrier")
 
-    def exchange(self, sent: Tensor, received: Tensor) -> None:
-        """See compressed_sum.Transport."""
-        for row, piece in zip(received, self._share(list(sent.clone()), "sum"), strict=True):
-            row.copy_(piece)
-
-    def all_gather(self, mine: Tensor, gathered: Tensor) -> None:
-        """See compressed_sum.Transport."""
-        for row, piece in zip(gathered, self._share([mine.clone()] * self.size, "sum"), strict=True):
-            row.copy_(piece)
-
     def close(self) -> None:
         """See interface.Collective."""
 
     def _share(self, messages: Sequence[Any], doing: str) -> list[Any]:
         """Send message i to replica i; return what came, by replica."""
-        here = self._ranks[self.rank]
-        for dest, message in zip(self._ranks, messages, strict=True):
-            self._mail.put(self._channel, here, dest, message)
-        return [self._mail.take(self._channel, source, here, doing) for source in self._ranks]
+        return _share(self._mail, self._channel, self._ranks, self._ranks[self.rank], messages, doing)
+
+
+class _HostOfThreads:
+    """See routed_sum.HostMemory: the ranks of a host tell each other where their buffers are."""
+
+    def __init__(self, mail: Mail, channel: Hashable, ranks: Sequence[int], rank: int) -> None:
+        self._mail = mail
+        self._channel = channel
+        self._ranks = ranks
+        self._rank = rank
+        self._others = [r for r in ranks if r != rank]
+        self._shelf = Shelf()
+        self._scratch: Tensor | None = None
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """Take in this rank's part of an allocation; all ranks of the host together."""
+        if not self._others:
+            return tensor
+        arrays = dict(zip(self._ranks, self._share(tensor.numpy()), strict=True))
+        return self._shelf.put([arrays[r] for r in (self._rank, *self._others)])
+
+    def rows(self, buffer: Tensor) -> list[Tensor] | None:
+        """See routed_sum.HostMemory."""
+        return self._shelf.rows(buffer) if self._others else [buffer]
+
+    def scratch(self, numel: int) -> Tensor:
+        """See routed_sum.HostMemory."""
+        if self._scratch is None or self._scratch.numel() < numel:
+            self._scratch = self.put(torch.zeros(numel))
+        return self._scratch[:numel]
+
+    def barrier(self) -> None:
+        """See routed_sum.HostMemory."""
+        self._share(None)
+
+    def _share(self, message: Any) -> list[Any]:
+        return _share(self._mail, self._channel, self._ranks, self._rank, [message] * len(self._ranks), "sum")
+
+
+def _share(
+    mail: Mail, channel: Hashable, ranks: Sequence[int], here: int, messages: Sequence[Any], doing: str
+) -> list[Any]:
+    """Send message i to rank i of `ranks`; return what came from each."""
+    for dest, message in zip(ranks, messages, strict=True):
+        mail.put(channel, here, dest, message)
+    return [mail.take(channel, source, here, doing) for source in ranks]
 
 
 class _Now:
@@ -236,8 +286,16 @@ class LoopbackControl:
         return ("control", doing, self._rounds)
 
 
-def run_ranks(num_ranks: int, body: Callable[[LoopbackWorld], T], timeout_s: float = 60) -> list[T]:
+def run_ranks(
+    num_ranks: int,
+    body: Callable[[LoopbackWorld], T],
+    timeout_s: float = 60,
+    hosts: Sequence[int] | None = None,
+) -> list[T]:
     """Call `body` with the world of each rank, in a thread each; return the results by rank.
+
+    `hosts`: by rank, the host that it plays to be on; by default each is on one of its own, so that
+    every sum travels.
 
     Raises:
         TimeoutError: some rank is not done after `timeout_s`; its thread is given up.
@@ -248,7 +306,7 @@ def run_ranks(num_ranks: int, body: Callable[[LoopbackWorld], T], timeout_s: flo
 
     def run(rank: int) -> None:
         try:
-            results[rank] = body(LoopbackWorld(rank, num_ranks, mail))
+            results[rank] = body(LoopbackWorld(rank, num_ranks, mail, hosts or range(num_ranks)))
         except BaseException as error:  # noqa: BLE001  handed on below, in the caller's thread
             mail.leave(rank, error)
         else:

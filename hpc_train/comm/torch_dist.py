@@ -6,6 +6,7 @@ directly, so that torch's process-wide default group stays free for the user's o
 
 import datetime
 import os
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -13,12 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from hpc_train.comm.compressed_sum import CompressedSum
-from hpc_train.comm.interface import Collective, ControlPlane, PeerLink, Wire, World
+from hpc_train.comm.alltoall import AllToAll
+from hpc_train.comm.host_memory import PrivateMemory
+from hpc_train.comm.interface import Collective, ControlPlane, PeerLink, Wire, Work, World
 from hpc_train.comm.rendezvous import my_address, open_store
+from hpc_train.comm.routed_collective import RoutedCollective
+from hpc_train.comm.routes import Hosts
 from hpc_train.errors import PeerLost, UserError
 from hpc_train.grid import Grid
 
+_MESSAGE_BYTES = 2**20
 _TIMEOUT = datetime.timedelta(minutes=30)  # of one sum; the slowest replica may be that late
 
 
@@ -106,26 +111,21 @@ def _gpu(device: torch.device) -> str:
     return str(uuid or f"{device.index} of {os.environ.get('CUDA_VISIBLE_DEVICES')}")
 
 
-class TorchDistCollective:
-    """See interface.Collective.  Also the Transport of its CompressedSum."""
+class TorchDistCollective(RoutedCollective):
+    """See interface.Collective.  fp32 is the library's own sum; all else goes through its all-to-all."""
 
     threaded = True
 
     def __init__(self, group: Any, rank: int, size: int, device: torch.device) -> None:
-        self.rank = rank
-        self.size = size
+        hosts = Hosts(tuple(range(size)))  # memory is not shared: the library has ways of its own
+        transport = AllToAll(size, device, self._exchange)
+        super().__init__(rank, hosts, transport, PrivateMemory(), device, _MESSAGE_BYTES)
         self._group = group
-        self._device = device
-        self._compressed = CompressedSum(size, self)
 
-    def allocate(self, numel: int) -> Tensor:
+    def sum_(self, buffer: Tensor, wire: Wire, residual: Tensor | None = None) -> None:
         """See interface.Collective."""
-        return torch.zeros(numel, dtype=torch.float32, device=self._device)
-
-    def sum_(self, buffer: Tensor, wire: Wire) -> None:
-        """See interface.Collective."""
-        if wire is Wire.FP16:
-            self._compressed.sum_(buffer)
+        if wire.lossy:
+            super().sum_(buffer, wire, residual)
         elif buffer.numel():
             self._wait(self._group.allreduce([buffer]), "a sum of gradients")
 
@@ -152,13 +152,11 @@ class TorchDistCollective:
         """See interface.Collective."""
         self._group.shutdown()
 
-    def exchange(self, sent: Tensor, received: Tensor) -> None:
-        """See compressed_sum.Transport."""
-        self._wait(self._group.alltoall_base(received, sent, [], []), "a sum of gradients")
-
-    def all_gather(self, mine: Tensor, gathered: Tensor) -> None:
-        """See compressed_sum.Transport."""
-        self._wait(self._group.allgather([list(gathered)], [mine]), "a sum of gradients")
+    def _exchange(
+        self, sent: Tensor, received: Tensor, sent_sizes: list[int], received_sizes: list[int]
+    ) -> Work:
+        work = self._group.alltoall_base(received, sent, received_sizes, sent_sizes)
+        return _Waiting(lambda: self._wait(work, "a sum of gradients"), sent)
 
     def _wait(self, work: Any, doing: str) -> None:
         try:
@@ -167,3 +165,11 @@ class TorchDistCollective:
             raise PeerLost((), doing) from error
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+
+
+class _Waiting:
+    """A Work that keeps what is sent alive."""
+
+    def __init__(self, wait: Callable[[], None], sent: Tensor) -> None:
+        self.wait = wait
+        self._sent = sent

@@ -1,49 +1,130 @@
-"""Number formats on the network: fp32 rows become rows of 16-bit words, and back.
+"""Number formats on the network: fp32 values become bytes, and back.
 
-fp16 reaches from 6e-8 to 65,504, gradients do not keep to that.  So each row travels under a power
-of two of its own, which brings its largest magnitude into [2^14, 2^15); the exponent goes ahead of
-the values.  Multiplying by a power of two rounds nothing, the row's largest value keeps fp16's full
-11 bits, and values down to 2^-28 of it do too.
+    wire    bytes of n values, rounded up to whole blocks       a value is off by at most
+    fp32    4n                                                  0
+    bf16    2n                                                  2^-8 of itself
+    fp16    2n, then an exponent for each block of 1,024        2^-11 of itself, 2^-39 of the largest
+    int8    n, then an exponent for each block of 128           2^-7 of the block's largest
 
-    row of words, int16:   exponent | value 0 | value 1 | ...         (values are fp16 bits)
+fp16 reaches from 6e-8 to 65,504, int8 from 1 to 127; gradients keep to neither.  So each block travels
+under a power of two of its own, which brings its largest magnitude to the top of the format.  Powers of
+two round nothing; the exponent, an int16, goes along.  Blocks begin at fixed places of a buffer, so that
+a value which was decoded is encoded again without a change.
 """
 
 import torch
 from torch import Tensor
 
-HEADER_WORDS = 1
-_TOP_EXPONENT = 15  # scaled magnitudes stay below 2^15: no rounding reaches fp16's end at 65,504
+from hpc_train.comm.interface import Losses, Wire
+
+BLOCK = 1024  # values: what every message is a multiple of, but for the end of a buffer
+_BLOCKS = {Wire.FP16: BLOCK, Wire.INT8: 128}
+_TOP_EXPONENT = {Wire.FP16: 15, Wire.INT8: 7}  # scaled magnitudes stay below 2^15, and below 2^7
 _EXPONENT_LIMIT = 126  # so that 2^e and 2^-e are both normal fp32 numbers
+_NOT_FINITE = 1000  # added to the exponent of an int8 block that holds inf or nan
+_NAN_CODE = -128
 
 
-def scale_exponents(rows: Tensor) -> Tensor:
-    """For each row of fp32 [rows, values] the exponent of the largest power of two that keeps it below 2^15.
+def encoded_bytes(wire: Wire, numel: int) -> int:
+    """The length of `numel` values on the wire."""
+    if wire is Wire.FP32:
+        return 4 * numel
+    if wire is Wire.BF16:
+        return 2 * numel
+    blocks = -(-numel // _BLOCKS[wire])
+    padded = blocks * _BLOCKS[wire]
+    return padded * (2 if wire is Wire.FP16 else 1) + 2 * blocks
 
-    Returns int32, [rows]; 0 for a row that holds inf or nan: there is nothing to save in it.
+
+def values_within(wire: Wire, num_bytes: int) -> int:
+    """The most values, in whole blocks and at least one of them, that fit into `num_bytes`."""
+    return max(1, num_bytes // encoded_bytes(wire, BLOCK)) * BLOCK
+
+
+def encode(values: Tensor, words: Tensor, wire: Wire, losses: Losses) -> None:
+    """Write `values` as bytes; each is rounded once, to nearest; what is not finite stays so.
+
+    Args:
+        values: fp32, [n], n > 0; not changed.
+        words: uint8, [encoded_bytes(wire, n)], overwritten.
+        wire: the format.
+        losses: counted up.
     """
+    if wire is Wire.FP32:
+        words.view(torch.float32).copy_(values)
+    elif wire is Wire.BF16:
+        words.view(torch.bfloat16).copy_(values)
+    else:
+        _encode_blocks(_in_blocks(values, _BLOCKS[wire]), words, wire, losses)
+
+
+def decode(words: Tensor, values: Tensor, wire: Wire) -> None:
+    """Write bytes that `encode` made back as fp32 `values` [n]."""
+    if wire is Wire.FP32:
+        values.copy_(words.view(torch.float32))
+    elif wire is Wire.BF16:
+        values.copy_(words.view(torch.bfloat16))
+    else:
+        block = _BLOCKS[wire]
+        codes, exponents = _parts(words, -(-values.numel() // block), wire)
+        whole = values.numel() == codes.numel()
+        rows = values.view(-1, block) if whole else values.new_empty(codes.shape)
+        _decode_blocks(codes, exponents, rows)
+        if not whole:
+            values.copy_(rows.view(-1)[: values.numel()])
+
+
+def _encode_blocks(rows: Tensor, words: Tensor, wire: Wire, losses: Losses) -> None:
+    codes, exponents = _parts(words, rows.shape[0], wire)
     largest = torch.maximum(rows.amax(dim=1), -rows.amin(dim=1))  # abs() would need memory of its own
-    exponents = (_TOP_EXPONENT - torch.frexp(largest).exponent).clamp_(-_EXPONENT_LIMIT, _EXPONENT_LIMIT)
-    return torch.where(largest.isfinite(), exponents, 0).to(torch.int32)
+    finite = largest.isfinite()
+    all_finite = bool(finite.all())
+    if not all_finite:
+        bad = ~rows.isfinite()
+        losses.overflows += int(bad.sum())
+        if wire is Wire.INT8:
+            rows = rows.masked_fill(bad, 0.0)
+            largest = rows.abs().amax(dim=1)
+    shift = (_TOP_EXPONENT[wire] - torch.frexp(largest).exponent).clamp_(-_EXPONENT_LIMIT, _EXPONENT_LIMIT)
+    if not all_finite and wire is Wire.FP16:
+        shift = torch.where(finite, shift, 0)  # there is nothing to save in such a block
+    scaled = rows * power_of_two(shift).unsqueeze(1)
+    if wire is Wire.INT8:
+        scaled.round_().clamp_(-127, 127)
+    codes.copy_(scaled)
+    losses.underflows += int(rows.count_nonzero() - codes.count_nonzero())
+    if not all_finite and wire is Wire.INT8:
+        codes[bad] = _NAN_CODE
+        shift = torch.where(finite, shift, shift + _NOT_FINITE)
+    exponents.copy_(shift)
+
+
+def _decode_blocks(codes: Tensor, exponents: Tensor, rows: Tensor) -> None:
+    shift = exponents.to(torch.int32)
+    rows.copy_(codes)
+    if codes.dtype is torch.int8:
+        marked = shift > _NOT_FINITE // 2
+        if bool(marked.any()):
+            rows[codes == _NAN_CODE] = torch.nan
+            shift = torch.where(marked, shift - _NOT_FINITE, shift)
+    rows.mul_(power_of_two(-shift).unsqueeze(1))
+
+
+def _parts(words: Tensor, blocks: int, wire: Wire) -> tuple[Tensor, Tensor]:
+    """The codes, [blocks, values], and the exponents, int16 [blocks], within `words`."""
+    dtype = torch.float16 if wire is Wire.FP16 else torch.int8
+    end = words.numel() - 2 * blocks
+    return words[:end].view(dtype).view(blocks, _BLOCKS[wire]), words[end:].view(torch.int16)
+
+
+def _in_blocks(values: Tensor, block: int) -> Tensor:
+    """`values` as rows of a block each; a copy with zeros at the end where the last one is not full."""
+    left = values.numel() % block
+    if left:
+        values = torch.nn.functional.pad(values, (0, block - left))
+    return values.view(-1, block)
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
     """2^exponent, exactly: the exponent is put into the bits of an fp32 number."""
     return ((exponents.to(torch.int32) + 127) << 23).view(torch.float32)
-
-
-def encode(rows: Tensor, words: Tensor) -> None:
-    """Write `rows` as words; each value is rounded once, to nearest; inf and nan stay what they are.
-
-    Args:
-        rows: fp32, [rows, values], values > 0; holds the scaled values afterwards.
-        words: int16, [rows, 1 + values], overwritten.
-    """
-    exponents = scale_exponents(rows)
-    words[:, 0] = exponents
-    words.view(torch.float16)[:, HEADER_WORDS:] = rows.mul_(power_of_two(exponents).unsqueeze(1))
-
-
-def decode(words: Tensor, rows: Tensor) -> None:
-    """Write words [rows, 1 + values] back as fp32 `rows` [rows, values]."""
-    rows.copy_(words.view(torch.float16)[:, HEADER_WORDS:])
-    rows.mul_(power_of_two(-words[:, 0].to(torch.int32)).unsqueeze(1))
