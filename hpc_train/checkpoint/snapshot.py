@@ -42,6 +42,12 @@ def take(parameters: Parameters, buffers: Buffers, optimizer: Optimizer | None) 
     """
     held: dict[str, Tensor] = {**parameters, **buffers}
     tensors = {name: tensor.detach() for name, tensor in held.items()}
+    return {**tensors, **take_optimizer(parameters, optimizer)}
+
+
+def take_optimizer(parameters: Parameters, optimizer: Optimizer | None) -> dict[str, Tensor]:
+    """The optimizer's part of `take`."""
+    tensors: dict[str, Tensor] = {}
     if optimizer is None:
         return tensors
     for name, parameter in parameters.items():
@@ -63,6 +69,12 @@ def shapes(parameters: Parameters, buffers: Buffers, optimizer: Optimizer | None
         TypeError: the optimizer is none of torch's Adam, AdamW and SGD.
     """
     wanted = {name: tuple(tensor.shape) for name, tensor in (*parameters.items(), *buffers.items())}
+    return {**wanted, **optimizer_shapes(parameters, optimizer)}
+
+
+def optimizer_shapes(parameters: Parameters, optimizer: Optimizer | None) -> dict[str, Shape]:
+    """The optimizer's part of `shapes`."""
+    wanted: dict[str, Shape] = {}
     if optimizer is None:
         return wanted
     names = {parameter: name for name, parameter in parameters.items()}
@@ -80,15 +92,23 @@ def restore(
 ) -> None:
     """Put the state of `tensors` in place; dtypes and devices stay those of the model.
 
-    A parameter whose optimizer state is not among `tensors` begins as in a new optimizer.  The optimizer
-    keeps the state's tensors themselves: use them no further.
-
     Raises:
         KeyError: a parameter or buffer is not among `tensors`.
     """
     with torch.no_grad():
         for name, tensor in (*parameters.items(), *buffers.items()):
             tensor.copy_(tensors[name])
+    restore_optimizer(tensors, parameters, optimizer)
+
+
+def restore_optimizer(
+    tensors: Mapping[str, Tensor], parameters: Parameters, optimizer: Optimizer | None
+) -> None:
+    """The optimizer's part of `restore`.
+
+    A parameter whose optimizer state is not among `tensors` begins as in a new optimizer.  The optimizer
+    keeps the state's tensors themselves: use them no further.
+    """
     if optimizer is None:
         return
     by_parameter: dict[str, dict[str, Tensor]] = {}

@@ -36,6 +36,7 @@ class Reducer:
         named_parameters: in the order of forward; frozen ones are left out, tied ones count once.
         overlap: sum during backward; else, or where the collective allows no thread, in `finish`.
         average: divide each sum by the number of replicas.
+        sharded: sum only this replica's shard of each bucket; what else is in p.grad has no meaning.
 
     `exposed_s`: time that `finish` held up the last step.  `summed_s`: time that its sums took.
     Raises UserError where replicas have different parameters or options.
@@ -49,6 +50,7 @@ class Reducer:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         overlap: bool = True,
         average: bool = False,
+        sharded: bool = False,
     ) -> None:
         self.parameters = [parameter for _, parameter in trained(named_parameters)]
         self.exposed_s = 0.0
@@ -56,6 +58,7 @@ class Reducer:
         self._collective = collective
         self._wire = wire
         self._average = average
+        self._sharded = sharded
         alone = collective.size == 1  # then p.grad is what backward makes it, and nothing else happens
         self.buckets = [] if alone else make_buckets(named_parameters, collective, bucket_bytes)
         if not alone:
@@ -249,7 +252,8 @@ class Reducer:
 
     def _sum(self, bucket: Bucket) -> None:
         began = time.perf_counter()
-        self._collective.sum_(bucket.buffer, self._wire)
+        reduce = self._collective.reduce_scatter_ if self._sharded else self._collective.sum_
+        reduce(bucket.buffer, self._wire)
         if self._average:
             bucket.buffer /= self._collective.size
         self.summed_s += time.perf_counter() - began

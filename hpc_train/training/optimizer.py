@@ -1,7 +1,7 @@
 """The update rule of a stage's parameters, and the learning rate over the steps."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,25 @@ def make_optimizer(
     Weight decay applies to matrices only: biases and norms have one dimension.
     """
     trained = [p for p in parameters if p.requires_grad]
-    if not trained:
-        return None
+    return optimizer_of(settings, [p for p in trained if decays(p)], [p for p in trained if not decays(p)])
+
+
+def decays(parameter: nn.Parameter) -> bool:
+    """Whether weight decay acts on it."""
+    return parameter.dim() > 1
+
+
+def optimizer_of(
+    settings: OptimizerSettings, matrices: Sequence[nn.Parameter], others: Sequence[nn.Parameter]
+) -> torch.optim.Optimizer | None:
+    """The same for parameters that were told apart already: `others` do not decay."""
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": list(matrices), "weight_decay": settings.weight_decay},
+        {"params": list(others), "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    if not groups:
+        return None
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas)
     return torch.optim.SGD(groups, lr=settings.learning_rate, momentum=settings.momentum)

@@ -137,6 +137,7 @@ def compare(
         mine = batch.indices[layout.place.replica]
         micro_batches = [_load(dataset, mine[i : i + size], layout) for i in range(0, len(mine), size)]
         outcome = worker.backward(micro_batches, batch.size)
+        worker.complete_gradients()
         gradients = _whole(worker.control, worker, lambda p: p.grad)
         rate = learning_rate(settings.optimizer, step, settings.train.steps)
         worker.update(outcome, rate)

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpc_train.checkpoint import snapshot
 from hpc_train.checkpoint.store import Store
 from hpc_train.comm.interface import World
 from hpc_train.config import Settings
@@ -215,8 +214,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the last finished step; all ranks together."""
-        writer = self.place.replica == 0
-        tensors = self._snapshot() if writer else {}
+        tensors = self.worker.take_state()
         state = {
             "step": self.done,
             "samples": self.samples,
@@ -226,19 +224,14 @@ class Trainer:
             "seed": self.settings.seed,  # with step, replica and stage it gives the random state
             "settings": self.settings.to_toml(),
         }
-        path = self.store.save(self.done, tensors, state, self.control, writer=writer)
+        path = self.store.save(self.done, tensors, state, self.control, writer=bool(tensors))
         self.progress.note(f"saved {path}")
 
-    def _snapshot(self) -> dict[str, torch.Tensor]:
-        buffers = snapshot.buffers_of(self.worker.stage)
-        return snapshot.take(self.worker.parameters, buffers, self.worker.optimizer)
-
     def _resume(self, which: Any) -> None:
-        held = self.worker.parameters, snapshot.buffers_of(self.worker.stage), self.worker.optimizer
-        loaded = self.store.load(which, snapshot.shapes(*held), self.control, note=self.progress.note)
+        loaded = self.store.load(which, self.worker.state_shapes(), self.control, note=self.progress.note)
         if loaded is None:
             return
-        snapshot.restore(loaded.tensors, *held)
+        self.worker.restore_state(loaded.tensors)
         state = loaded.state
         self.done, self.samples = state["step"], state["samples"]
         self.cursor = Cursor(state["epoch"], state["offset"])

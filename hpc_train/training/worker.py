@@ -6,13 +6,14 @@ replica 1   stage 0 --activations--> stage 1      all agree on norm and finitene
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hpc_train.checkpoint import snapshot
 from hpc_train.comm.interface import Collective, PeerLink, Wire, World
 from hpc_train.config import Settings
 from hpc_train.errors import UserError
@@ -25,8 +26,9 @@ from hpc_train.pipeline.runtime import Pipeline
 from hpc_train.pipeline.stage import Stage
 from hpc_train.stopwatch import Stopwatch
 from hpc_train.tasks.task import Task
-from hpc_train.training.clip import clip_, squared_norm
-from hpc_train.training.optimizer import make_optimizer, set_learning_rate
+from hpc_train.training.clip import clip_
+from hpc_train.training.sharded import ShardedOptimizer
+from hpc_train.training.whole import WholeOptimizer
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,6 @@ class Worker:
         ]
         self.stage = Stage(modules, self.place.stage == 0, self.place.stage == stages - 1, self.device)
         self.parameters = dict(self.stage.named_parameters())
-        self.optimizer = make_optimizer(settings.optimizer, self.parameters.values())
         link: PeerLink = world.peer_link(layout.grid)
         self.pipeline = Pipeline(
             self.stage, link, self.place.stage, stages, settings.pipeline.schedule, task.loss, self.stopwatch
@@ -134,7 +135,15 @@ class Worker:
             Wire(settings.gradients.wire),
             settings.gradients.bucket_bytes,
             settings.gradients.overlap,
+            sharded=settings.optimizer.sharded,
         )
+        self.optimizer: WholeOptimizer | ShardedOptimizer
+        if settings.optimizer.sharded and self.collective.size > 1:
+            self.optimizer = ShardedOptimizer(settings.optimizer, self.reducer.buckets, self.collective)
+        else:
+            self.optimizer = WholeOptimizer(
+                settings.optimizer, self.parameters, speaks=self.place.replica == 0
+            )
 
     def backward(self, micro_batches: Sequence[tuple[Any, Any]], batch_size: int) -> Outcome:
         """Leave in `gradients()` the mean gradient of a batch of `batch_size` samples over all replicas.
@@ -145,24 +154,45 @@ class Worker:
         loss = self.pipeline.run(micro_batches, scale=1 / batch_size)
         with self.stopwatch.timing("comm"):
             self.reducer.finish()
-            # Replicas hold the same gradients by now, so that one of them speaks for its stage.
-            square = squared_norm(self.gradients()) if self.place.replica == 0 else 0.0
-            square, loss = self.control.total([square, loss])
+            square, loss = self.control.total([self.optimizer.squared_norm(), loss])
         finite = math.isfinite(square) and math.isfinite(loss)
         return Outcome(loss / batch_size, math.sqrt(square) if finite else math.nan, finite)
 
     def update(self, outcome: Outcome, learning_rate: float) -> None:
         """Clip and step; all ranks skip a step whose gradients are not finite on any of them."""
-        if not outcome.finite or self.optimizer is None:
+        if not outcome.finite:
+            self.optimizer.skip()
             return
         with self.stopwatch.timing("compute"):
             clip_(self.gradients(), outcome.grad_norm, self._clip_norm)
-            set_learning_rate(self.optimizer, learning_rate)
-            self.optimizer.step()
+            self.optimizer.step(learning_rate)
+        with self.stopwatch.timing("comm"):
+            self.optimizer.share()
 
     def gradients(self) -> list[Tensor]:
-        """The gradients of this stage's trained parameters."""
-        return [p.grad for p in self.parameters.values() if p.grad is not None]
+        """What this rank updates with: the gradients of its stage, or its shards of them."""
+        return self.optimizer.gradients()
+
+    def complete_gradients(self) -> None:
+        """Make every `p.grad` whole where replicas have but shards of it.  All ranks together."""
+        self.optimizer.complete_gradients()
+
+    def state_shapes(self) -> dict[str, snapshot.Shape]:
+        """Names and shapes of what `restore_state` wants of a checkpoint."""
+        model = snapshot.shapes(self.parameters, snapshot.buffers_of(self.stage), None)
+        return model | self.optimizer.shapes()
+
+    def take_state(self) -> dict[str, Tensor]:
+        """What this rank writes into a checkpoint, by name; no two have the same.  All ranks together."""
+        model: dict[str, Tensor] = {}
+        if self.place.replica == 0:
+            model = snapshot.take(self.parameters, snapshot.buffers_of(self.stage), None)
+        return model | self.optimizer.take()
+
+    def restore_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from what a checkpoint has; `tensors` belong to the worker from now on."""
+        snapshot.restore(tensors, self.parameters, snapshot.buffers_of(self.stage), None)
+        self.optimizer.restore(tensors)
 
     def close(self) -> None:
         """End the summing thread; free what the backend holds.  All ranks together."""
