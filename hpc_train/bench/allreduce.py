@@ -1,19 +1,17 @@
 """`hpc-train bench allreduce`: this job's gradient sums beside the MPI library's own Allreduce.
 
-Each repetition makes every kind of sum once, one after the other, so that whatever else the machine
-does meets all of them alike.  A repetition takes as long as its slowest rank.
+Each repetition makes every kind of sum once, one after the other; it takes as long as its slowest rank.
 """
 
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hpc_train.bench.turns import Contestant, rounds_within, take_turns, try_once
 from hpc_train.comm.interface import Wire, World
 from hpc_train.errors import UserError
 from hpc_train.grid import Grid
@@ -23,9 +21,9 @@ _WARM_UPS = 3
 _SECONDS_A_SIZE = 3.0
 _REPETITIONS = (5, 200)  # at least, at most
 _LARGEST_BYTES = 2**33  # MPI counts floats in 31 bits
-# How far from the library's sum, relative to the largest value: rounding of the order of additions, and
-# of 16-bit words (10 bits of mantissa) of each rank and of the sum.
-_TOLERANCE = {Wire.FP32: 1e-5, Wire.FP16: 2**-8}
+# What a value of each wire is rounded by at most, relative to the largest one beside it; in fp32 the order
+# of additions makes the difference.
+_ROUNDING = {Wire.FP32: 2.0**-22, Wire.FP16: 2.0**-11, Wire.BF16: 2.0**-8, Wire.INT8: 2.0**-7}
 
 
 @dataclass(frozen=True)
@@ -39,14 +37,12 @@ class Record:
     min_s: float
 
 
-@dataclass(frozen=True)
-class _Sum:
-    """A kind of sum, and the memory that it works on."""
+def tolerance(wire: Wire, num_ranks: int, largest: float) -> float:
+    """How far a sum may be from the exact one, where no value of it or of a contribution exceeds `largest`.
 
-    impl: str
-    wire: Wire
-    buffer: Tensor
-    call: Callable[[Tensor], None]
+    Each rank's contribution is rounded once, and the sum once more.
+    """
+    return (num_ranks + 1) * _ROUNDING[wire] * largest
 
 
 def run(world: World, sizes: Sequence[int], wires: Sequence[Wire]) -> list[Record] | None:
@@ -71,64 +67,71 @@ def run(world: World, sizes: Sequence[int], wires: Sequence[Wire]) -> list[Recor
     records = []
     for num_bytes in sizes:
         numel = num_bytes // 4
-        kinds = [
-            _Sum("hpc_train", wire, collective.allocate(numel), _caller(collective.sum_, wire))
+        source = torch.randn(numel, generator=torch.Generator().manual_seed(world.rank))
+        plain, ours = torch.zeros(numel), collective.allocate(numel)
+        kinds = [_contestant(library.name, Wire.FP32, plain, library.sum_, source, plain)]
+        kinds += [
+            _contestant("hpc_train", wire, ours, _on_wire(collective.sum_, wire), source, plain, world.size)
             for wire in wires
         ]
-        kinds.append(_Sum(library.name, Wire.FP32, torch.zeros(numel), library.sum_))
         records += _measure(world, kinds, num_bytes)
     library.close()
     collective.close()
     return records if world.rank == 0 else None
 
 
-def _caller(sum_: Callable[[Tensor, Wire], None], wire: Wire) -> Callable[[Tensor], None]:
+def _on_wire(sum_: Callable[[Tensor, Wire], None], wire: Wire) -> Callable[[Tensor], None]:
     return lambda buffer: sum_(buffer, wire)
 
 
-def _measure(world: World, kinds: Sequence[_Sum], num_bytes: int) -> list[Record]:
-    source = torch.randn(num_bytes // 4, generator=torch.Generator().manual_seed(world.rank))
-    warm_up = _repeat(world, kinds, source, _WARM_UPS)
-    _compare(kinds)
+def _contestant(
+    impl: str,
+    wire: Wire,
+    buffer: Tensor,
+    sum_: Callable[[Tensor], None],
+    source: Tensor,
+    expected: Tensor,
+    num_ranks: int = 0,
+) -> Contestant:
+    """A kind of sum.  With `num_ranks`, its result is compared with `expected`, which another one made."""
+
+    def ready() -> None:
+        buffer.copy_(source)  # in place, values would grow until they overflow
+        if buffer.is_cuda:
+            torch.cuda.synchronize(buffer.device)
+
+    def call() -> None:
+        sum_(buffer)
+        if buffer.is_cuda:
+            torch.cuda.synchronize(buffer.device)
+
+    def check() -> None:
+        if num_ranks:
+            off = float((buffer.cpu() - expected).abs().max())
+            largest = max(float(source.abs().max()), float(expected.abs().max()))
+            allowed = tolerance(wire, num_ranks, largest)
+            if not off <= allowed:
+                what = f"the {wire.value} sum of {4 * buffer.numel()} bytes"
+                raise RuntimeError(f"{what} is off by {off:.3g}, more than {allowed:.3g}")
+
+    return Contestant(impl, wire.value, call, ready, check)
+
+
+def _measure(world: World, kinds: Sequence[Contestant], num_bytes: int) -> list[Record]:
+    """The library's sum comes first, as the others are compared with it, and last in the records."""
+    try_once(world.control, kinds)
+    kinds = [*kinds[1:], kinds[0]]
+    warm_up = take_turns(world.control, kinds, _WARM_UPS)
     a_round_s = sum(times[-1] for times in warm_up)
-    repetitions = min(max(_REPETITIONS[0], int(_SECONDS_A_SIZE / a_round_s)), _REPETITIONS[1])
+    repetitions = rounds_within(_SECONDS_A_SIZE, a_round_s, *_REPETITIONS)
     if world.rank == 0:
         text = f"{num_bytes:,} bytes: {repetitions} repetitions, about {repetitions * a_round_s:.0f} s"
         print(text, file=sys.stderr, flush=True)  # noqa: T201
-    slowest = _repeat(world, kinds, source, repetitions)
+    measured = take_turns(world.control, kinds, repetitions)
     return [
-        Record(kind.impl, kind.wire.value, num_bytes, statistics.median(times), min(times))
-        for kind, times in zip(kinds, slowest, strict=True)
+        Record(kind.impl, kind.wire, num_bytes, statistics.median(times), min(times))
+        for kind, times in zip(kinds, measured, strict=True)
     ]
-
-
-def _repeat(world: World, kinds: Sequence[_Sum], source: Tensor, repetitions: int) -> list[list[float]]:
-    """Seconds of each kind's repetitions, of the slowest rank; the same on all ranks."""
-    mine: list[list[float]] = [[] for _ in kinds]
-    for _ in range(repetitions):
-        for kind, times in zip(kinds, mine, strict=True):
-            kind.buffer.copy_(source)  # in place, values would grow until they overflow
-            if kind.buffer.is_cuda:
-                torch.cuda.synchronize(kind.buffer.device)
-            world.control.barrier()
-            began = time.perf_counter()
-            kind.call(kind.buffer)
-            if kind.buffer.is_cuda:
-                torch.cuda.synchronize(kind.buffer.device)
-            times.append(time.perf_counter() - began)
-    everybody = [json.loads(part) for part in world.control.all_gather(json.dumps(mine).encode())]
-    return [[max(times) for times in zip(*ranks, strict=True)] for ranks in zip(*everybody, strict=True)]
-
-
-def _compare(kinds: Sequence[_Sum]) -> None:
-    """A fast sum that is wrong is worth nothing: compare with the library's."""
-    expected = kinds[-1].buffer
-    largest = float(expected.abs().max())
-    for kind in kinds[:-1]:
-        difference = float((kind.buffer.cpu() - expected).abs().max())
-        if not difference <= _TOLERANCE[kind.wire] * largest:
-            what = f"the {kind.wire.value} sum of {4 * expected.numel()} bytes"
-            raise RuntimeError(f"{what} is off by {difference:.3g} of {largest:.3g}")
 
 
 def render(records: Sequence[Record]) -> str:
