@@ -26,10 +26,13 @@ def connect(backend: str = "auto") -> World:
     Args:
         backend: "auto": MPI if a launcher started this process, else one rank alone; gradients on GPUs
             are summed by NCCL.  "mpi": MPI for all.  "gloo", "nccl": gradients by torch.distributed.
+            "horovod": gradients by Horovod.
 
     Raises:
-        UserError: MPI is needed and missing, or the launcher's ranks do not see each other.
+        UserError: MPI or Horovod is needed and missing, or the launcher's ranks do not see each other.
     """
+    if backend == "horovod" and importlib.util.find_spec("horovod") is None:
+        raise UserError("comm.backend=horovod, but horovod is missing: make horovod, or comm.backend=mpi")
     me = identity.find()
     base: World
     if me is None and backend != "mpi":
@@ -41,6 +44,10 @@ def connect(backend: str = "auto") -> World:
         identity.check(me, base.size)
     if backend == "mpi" or base.size == 1:
         return base
+    if backend == "horovod":
+        from hpc_train.comm.horovod import HorovodWorld
+
+        return HorovodWorld(base)
     from hpc_train.comm.torch_dist import TorchDistWorld
 
     return TorchDistWorld(base, backend)

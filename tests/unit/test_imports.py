@@ -46,7 +46,7 @@ ROOMS = {
     "__main__": ("cli",),
     "__init__": ("",),
 }
-BACKENDS = ("comm.mpi", "comm.torch_dist", "comm.loopback")
+BACKENDS = ("comm.mpi", "comm.torch_dist", "comm.horovod", "comm.loopback")
 HEAVY = ("torch", "mpi4py")
 
 
