@@ -11,14 +11,24 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpc_train.comm import mpi_memory
+from hpc_train.comm.choice import Choices, Sum, describe, measure
 from hpc_train.comm.host_memory import PrivateMemory
+from hpc_train.comm.interface import Wire
 from hpc_train.comm.mpi_host import MpiHost
-from hpc_train.comm.mpi_memory import chunks, gpu_aware, staged
+from hpc_train.comm.mpi_memory import as_buffer, chunks, gpu_aware, staged
 from hpc_train.comm.mpi_transport import MpiTransport
 from hpc_train.comm.mpi_waits import Waits
 from hpc_train.comm.routed_collective import RoutedCollective
+from hpc_train.comm.routed_sum import Way
+from hpc_train.comm.routes import Hosts, direct, halving
 
+_FLOAT_BYTES = 4
+_SUM = "a sum of gradients"
+_FEW_VALUES = 2048  # a message's latency is all that they cost
+_MEASURED_VALUES = 2**18  # longer sums go at the same speed
 EAGER_BYTES = 60 * 2**10  # MPI over TCP sends up to 64 KiB at once, and negotiates about more
+LONG_BYTES = 2**20
 
 
 class MpiCollective(RoutedCollective):
@@ -32,12 +42,54 @@ class MpiCollective(RoutedCollective):
         memory = self._host.memory or PrivateMemory(staged=not gpu_aware())
         transport = MpiTransport(comm, waits)
         super().__init__(comm.rank, self._host.hosts, transport, memory, device, EAGER_BYTES)
+        self._choices = Choices()
+        self._ways = {name: self._routed_way(way) for name, way in candidates(self._hosts, self.rank).items()}
+        self._library = MPI.get_vendor()[0]
 
     def allocate(self, numel: int) -> Tensor:
         """See interface.Collective."""
         if self._host.memory is None or self._device.type != "cpu":
             return super().allocate(numel)
         return self._host.memory.allocate(numel)
+
+    def sum_(self, buffer: Tensor, wire: Wire, residual: Tensor | None = None) -> None:
+        """See interface.Collective."""
+        if self.size == 1 or not buffer.numel():
+            return
+        name = self._choices.get(wire, buffer.numel())
+        if name is None and buffer.numel() <= _FEW_VALUES:
+            name = self._library
+        if name == self._library:
+            self._sum_by_library(buffer, wire, residual)
+        elif name is not None:
+            self._ways[name](buffer, wire, residual)
+        else:
+            super().sum_(buffer, wire, residual)
+
+    def prepare(self, numel: int, wire: Wire) -> str:
+        """See interface.Collective.
+
+        On one host nothing is measured: what is best there does not depend on a network.
+        """
+        if self.size == 1 or not numel or len(self._hosts.members) == 1:
+            return ""
+        ways = self._ways if wire.lossy else {**self._ways, self._library: self._sum_by_library}
+        buffer = self.allocate(min(numel, _MEASURED_VALUES))
+        seconds = measure(ways, buffer, wire, self.max)
+        self._choices.put(wire, numel, min(seconds, key=lambda name: seconds[name]))
+        return describe(seconds, _FLOAT_BYTES * buffer.numel(), wire)
+
+    def _routed_way(self, way: Way) -> Sum:
+        return lambda buffer, wire, residual: self._routed.sum_(buffer, way, self._wire_of(wire), residual)
+
+    def _sum_by_library(self, buffer: Tensor, wire: Wire, residual: Tensor | None) -> None:
+        """MPI's own Allreduce, in fp32 whatever the wire: for few values that costs nothing."""
+        if residual is not None:
+            buffer += residual
+            residual.zero_()
+        with staged(buffer) as flat:
+            for part in torch.split(flat, mpi_memory.CHUNK_BYTES // _FLOAT_BYTES):
+                self._run("Allreduce", MPI.IN_PLACE, [as_buffer(part), MPI.FLOAT], MPI.SUM, doing=_SUM)
 
     def max(self, value: float) -> float:
         """See interface.Collective."""
@@ -67,3 +119,14 @@ class MpiCollective(RoutedCollective):
 
     def _run(self, name: str, *args: Any, doing: str) -> None:
         self._waits.run(self._comm, name, *args, doing=doing)
+
+
+def candidates(hosts: Hosts, rank: int) -> dict[str, Way]:
+    """The ways worth measuring, by name: few long messages, or many that need no negotiation."""
+    ways = {}
+    for num_bytes in (EAGER_BYTES, LONG_BYTES):
+        length = f"{num_bytes // 2**10} KiB messages"
+        ways[f"direct, {length}"] = Way(direct(hosts, rank), num_bytes, whole=True)
+        if hosts.even and len(hosts.members) > 2:  # with 2 hosts it is the same as direct
+            ways[f"halving, {length}"] = Way(halving(hosts, rank), num_bytes, whole=False)
+    return ways

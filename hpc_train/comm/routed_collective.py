@@ -39,9 +39,7 @@ class RoutedCollective:
         self._device = device
         self._routed = RoutedSum(transport, memory, self.losses)
         several = len(hosts.members) > 1
-        self._direct = Way(
-            "direct", direct(hosts, rank), message_bytes if several else _HOST_BYTES, whole=True
-        )
+        self._direct = Way(direct(hosts, rank), message_bytes if several else _HOST_BYTES, whole=True)
 
     def allocate(self, numel: int) -> Tensor:
         """See interface.Collective."""

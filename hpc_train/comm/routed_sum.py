@@ -54,7 +54,6 @@ class HostMemory(Protocol):
 class Way:
     """How to sum: an order, the size of its messages, and how many segments are in flight."""
 
-    name: str
     order: Order
     message_bytes: int
     whole: bool  # whether pieces lie whole, as shards do

@@ -42,7 +42,8 @@ def test_values_come_back_as_near_as_the_table_says(wire, magnitude, numel):
         Wire.FP16: 2.0**-11 * own + 2.0**-39 * largest,
         Wire.INT8: 2.0**-7 * largest + 0 * own,
     }
-    assert bool((error <= allowed[wire]).all())
+    # Half of the smallest normal fp32 number: where scales end.
+    assert bool((error <= allowed[wire] + 2.0**-127).all())
 
 
 @pytest.mark.parametrize("wire", LOSSY)

@@ -1,0 +1,52 @@
+"""Sums by every order, cut and wire, on ranks that are threads."""
+
+import pytest
+import torch
+
+from hpc_train.comm.interface import Wire
+from hpc_train.comm.loopback import run_ranks
+from hpc_train.comm.routed_sum import Way
+from hpc_train.comm.routes import direct, halving
+from hpc_train.grid import Grid
+
+CPU = torch.device("cpu")
+
+
+def sums(shape, make, whole, wire, numel, message_bytes=9000, in_flight=3):
+    hosts = [int(host) for host in shape]
+
+    def body(world):
+        collective = world.collective(Grid(world.size, 1), CPU)
+        way = Way(make(collective._hosts, world.rank), message_bytes, whole, in_flight)
+        buffer = collective.allocate(numel)
+        buffer.copy_(torch.randn(numel, generator=torch.Generator().manual_seed(world.rank)))
+        mine = buffer.clone()
+        residual = torch.zeros(numel)
+        collective._routed.sum_(buffer, way, wire, residual)
+        return mine, buffer.clone(), residual
+
+    return run_ranks(len(hosts), body, hosts=hosts)
+
+
+@pytest.mark.parametrize("wire", Wire)
+@pytest.mark.parametrize("shape", ["01", "012", "0123", "001122", "0123456"])
+@pytest.mark.parametrize(("make", "whole"), [(direct, True), (direct, False), (halving, False)])
+def test_all_ranks_get_the_same_bits_and_nothing_is_lost(make, whole, shape, wire):
+    done = sums(shape, make, whole, wire, numel=20_011)
+    exact = sum(mine.double() for mine, _, _ in done)
+    first = done[0][1]
+    assert all(torch.equal(total, first) for _, total, _ in done)
+    held_back = sum(residual.double() for _, _, residual in done)
+    torch.testing.assert_close(first.double() + held_back, exact, rtol=0, atol=1e-5)
+    assert bool(held_back.any()) == wire.lossy
+    levels = {Wire.FP32: 1e-5, Wire.FP16: 0.01, Wire.BF16: 0.1, Wire.INT8: 0.5}[wire]
+    torch.testing.assert_close(first.double(), exact, rtol=0, atol=levels)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 8])
+@pytest.mark.parametrize("message_bytes", [1, 50_000, 10**9])
+def test_the_cut_changes_no_bit(message_bytes, in_flight):
+    """Blocks begin at fixed places, so how messages are cut is a matter of speed alone."""
+    (_, usual, _), *_ = sums("012", direct, True, Wire.INT8, 20_011)
+    for _, total, _ in sums("012", direct, True, Wire.INT8, 20_011, message_bytes, in_flight):
+        assert torch.equal(total, usual)
