@@ -43,7 +43,8 @@ class MpiCollective(RoutedCollective):
         transport = MpiTransport(comm, waits)
         super().__init__(comm.rank, self._host.hosts, transport, memory, device, EAGER_BYTES)
         self._choices = Choices()
-        self._ways = {name: self._routed_way(way) for name, way in candidates(self._hosts, self.rank).items()}
+        self._candidates = candidates(self._hosts, self.rank)
+        self._ways = {name: self._routed_way(way) for name, way in self._candidates.items()}
         self._library = MPI.get_vendor()[0]
 
     def allocate(self, numel: int) -> Tensor:
@@ -77,6 +78,8 @@ class MpiCollective(RoutedCollective):
         buffer = self.allocate(min(numel, _MEASURED_VALUES))
         seconds = measure(ways, buffer, wire, self.max)
         self._choices.put(wire, numel, min(seconds, key=lambda name: seconds[name]))
+        whole = [name for name, way in self._candidates.items() if way.whole]
+        self._direct = self._candidates[min(whole, key=lambda name: seconds[name])]  # shards go this way
         return describe(seconds, _FLOAT_BYTES * buffer.numel(), wire)
 
     def _routed_way(self, way: Way) -> Sum:

@@ -4,9 +4,10 @@ import struct
 from dataclasses import dataclass, replace
 
 REASON_BYTES = 96  # of UTF-8; longer reasons are cut
+TRIALS = 16  # ways to sum gradients that can be tried
 
 _VERSION = 1
-_HEAD = struct.Struct(f"<Bqqd??{REASON_BYTES}s")
+_HEAD = struct.Struct(f"<Bqqd??{REASON_BYTES}sB{TRIALS}d")
 _SHARE = struct.Struct("<q")
 
 
@@ -26,6 +27,8 @@ class Plan:
     save: bool = False  # write a checkpoint after this step
     stop: bool = False  # this step is the last one
     reason: str = ""  # why it stops, for people
+    trial: int = 0  # which way of summing gradients this step takes, of those that are tried
+    trial_s: tuple[float, ...] = (0.0,) * TRIALS  # a step's time by each of them; 0: not known yet
 
     def following(self) -> "Plan":
         """The draft of the next step's plan: all the same, with nothing to save and no stop."""
@@ -46,6 +49,8 @@ class Plan:
             self.save,
             self.stop,
             self.reason.encode()[:REASON_BYTES],
+            self.trial,
+            *self.trial_s,
         )
         return head + b"".join(map(_SHARE.pack, self.shares))
 
@@ -58,8 +63,8 @@ class Plan:
                 f"a plan of {len(record)} bytes, version {record[:1].hex()}, where this program sends "
                 f"version {_VERSION:02x}: the ranks run different versions of hpc_train"
             )
-        _, step, batch_size, scale, save, stop, reason = _HEAD.unpack_from(record)
+        _, step, batch_size, scale, save, stop, reason, trial, *trial_s = _HEAD.unpack_from(record)
         shares = tuple(share for (share,) in _SHARE.iter_unpack(record[_HEAD.size :]))
         # A reason that was cut may end inside a character: that one is dropped.
         words = reason.rstrip(b"\0").decode(errors="ignore")
-        return cls(step, batch_size, shares, scale, save, stop, words)
+        return cls(step, batch_size, shares, scale, save, stop, words, trial, tuple(trial_s))

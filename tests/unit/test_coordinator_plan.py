@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from hpc_train.coordinator.plan import REASON_BYTES, Plan
+from hpc_train.coordinator.plan import REASON_BYTES, TRIALS, Plan
 
 FULL = Plan(
     step=2**40,
@@ -14,6 +14,8 @@ FULL = Plan(
     save=True,
     stop=True,
     reason="SIGTERM on rank 3 and 2 more",
+    trial=3,
+    trial_s=tuple(0.1 * i for i in range(TRIALS)),
 )
 
 
@@ -59,4 +61,6 @@ def test_a_record_of_another_size_is_told(cut):
 
 def test_the_next_draft_keeps_all_but_what_was_for_this_step_alone():
     following = FULL.following()
-    assert following == Plan(FULL.step + 1, 100, (60, 0, 40), learning_rate_scale=0.125)
+    assert following == Plan(
+        FULL.step + 1, 100, (60, 0, 40), learning_rate_scale=0.125, trial=3, trial_s=FULL.trial_s
+    )
