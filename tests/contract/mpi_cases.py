@@ -1,5 +1,8 @@
 """What only the MPI backend has to show."""
 
+import gc
+from pathlib import Path
+
 import torch
 
 from hpc_train.comm.interface import Wire, World
@@ -47,3 +50,46 @@ def check_a_message_longer_than_an_int(world: World) -> None:
     parts = chunks(torch.empty(3 * 2**30 + 5, dtype=torch.uint8))  # memory that nobody touches
     assert [part.nbytes for part in parts] == [CHUNK_BYTES] * 3 + [5]
     assert CHUNK_BYTES < 2**31
+
+
+def check_shared_memory_has_no_name_and_goes_with_its_tensors(world: World) -> None:
+    """What has no name in /dev/shm cannot stay there, however a process ends."""
+
+    def mapped() -> int:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return sum("memfd:hpc_train" in line for line in lines)
+
+    gc.collect()  # what earlier checks have left
+    collective = world.collective(Grid(world.size, 1), torch.device("cpu"))
+    before = mapped()
+    buffer = collective.allocate(100_000)
+    part = buffer[50:60]
+    several = len({data for data in world.control.all_gather(world.host.encode())}) < world.size
+    assert mapped() <= before + 1
+    assert mapped() > before or not several or collective._host.memory is None
+    assert not list(Path("/dev/shm").glob("*hpc_train*"))
+    del buffer
+    assert mapped() >= before  # a view keeps the memory
+    part.fill_(1.0)
+    collective.sum_(part, Wire.FP32)
+    assert part.tolist() == [float(world.size)] * 10
+    del part
+    assert mapped() == before
+    collective.close()
+
+
+def check_ranks_that_cannot_share_memory_send_it(world: World) -> None:
+    """As where each rank runs in a container of its own: every rank then counts as a host."""
+    from hpc_train.comm import host_memory
+
+    usual, host_memory._open = host_memory._open, lambda path: -1
+    try:
+        collective = world.collective(Grid(world.size, 1), torch.device("cpu"))
+    finally:
+        host_memory._open = usual
+    assert collective._host.memory is None
+    buffer = collective.allocate(5000)
+    buffer.fill_(world.rank + 1.0)
+    collective.sum_(buffer, Wire.FP16)
+    assert buffer.tolist() == [world.size * (world.size + 1) / 2] * 5000
+    collective.close()
