@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,15 +20,32 @@ from torch import Tensor, nn
 from hpc_train.comm.interface import Collective, Wire
 from hpc_train.errors import UserError
 from hpc_train.gradients import session
+from hpc_train.gradients.bucket_sum import Method, Whole
 from hpc_train.gradients.buckets import Slot, trained
+from hpc_train.gradients.powersgd import PowerSGD
 from hpc_train.gradients.reducer import DEFAULT_BUCKET_BYTES, Reducer
 
 
 class Compression:
-    """The number format of gradients on the network; sums are always made in fp32."""
+    """What travels in place of fp32 gradients; sums are always made in fp32."""
 
     none = Wire.FP32
     fp16 = Wire.FP16
+    bf16 = Wire.BF16
+    int8 = Wire.INT8
+
+    @staticmethod
+    def powersgd(rank: int = 4, warm_up_steps: int = 10) -> PowerSGD:
+        """Products of thin matrices, for slow networks: see gradients/powersgd.py.
+
+        The first `warm_up_steps` steps send whole gradients.
+        """
+        if rank < 1 or warm_up_steps < 0:
+            raise UserError(
+                f"Compression.powersgd(rank={rank}, warm_up_steps={warm_up_steps}): "
+                f"rank must be 1 or more, and warm_up_steps 0 or more"
+            )
+        return PowerSGD(rank, warm_up_steps)
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -49,9 +67,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer: is used from now on through this one only.
         named_parameters: `model.named_parameters()`, in the order of forward; by default the
             optimizer's own order, with numbers for names.
-        compression: `Compression.none`, or `.fp16` for half the bytes.
-        backward_passes_per_step: after so many passes sums begin to run beside backward.  Fewer or more
-            passes are exact too, only less hidden.
+        compression: `Compression.none`; `.fp16` or `.bf16` for half the bytes, `.int8` for a quarter;
+            `.powersgd(rank)` for a small part of them.
+        backward_passes_per_step: gradients of so many passes add up here and are sent once, beside the
+            last of them.  Fewer or more passes are exact too, only less hidden.
+        error_feedback: add what one step's rounding left out to the next; by default with int8 and
+            PowerSGD.  It belongs to this rank and run: `state_dict` has none of it.
+        bucket_bytes: gradients that travel together; by default HOROVOD_FUSION_THRESHOLD, or else 4 MiB.
         collective: the ranks that average, by default all; belongs to this optimizer.
 
     Raises:
@@ -62,10 +84,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
-        compression: Wire = Compression.none,
+        compression: Wire | PowerSGD = Compression.none,
         backward_passes_per_step: int = 1,
         *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        error_feedback: bool | None = None,
+        bucket_bytes: int | None = None,
         overlap: bool = True,
         collective: Collective | None = None,
     ) -> None:
@@ -76,8 +99,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UserError(f"backward_passes_per_step={backward_passes_per_step} must be 1 or more")
         self._inner = optimizer
         self._passes = backward_passes_per_step
-        self._wire = Wire(compression)
-        self._bucket_bytes = bucket_bytes
+        self._method = _method(compression, error_feedback)
+        self._bucket_bytes = bucket_bytes or session.bucket_bytes() or DEFAULT_BUCKET_BYTES
         self._overlap = overlap
         self._names = _names(optimizer, named_parameters)
         self._device = next(iter(self._names)).device
@@ -208,14 +231,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _make_reducer(self) -> Reducer:
         reducer = Reducer(
-            self._trained(), self._collective, self._wire, self._bucket_bytes, self._overlap, average=True
+            self._trained(), self._collective, self._method, self._bucket_bytes, self._overlap, average=True
         )
         reducer.expect(self._passes)
         return reducer
 
     def _replace_reducer(self) -> None:
-        self._reducer.close()
+        old = self._reducer
+        totals = old.settle()
+        old.close()
         self._reducer = self._make_reducer()
+        self._reducer.resume(totals, old.bases(), old.steps)
 
     def _settle(self, late: list[tuple[Slot, Tensor]], changed: bool) -> None:
         """What is rare, and so agreed upon only where some rank has it: all ranks learn who has what."""
@@ -249,6 +275,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._collective.sum_(mean, Wire.FP32)
         mean /= self._collective.size
         return mean[0] if isinstance(loss, Tensor) else float(mean)
+
+
+def _method(compression: Wire | PowerSGD, error_feedback: bool | None) -> Method:
+    """How buckets are summed."""
+    if isinstance(compression, PowerSGD):
+        return compression if error_feedback is None else replace(compression, feedback=error_feedback)
+    if not isinstance(compression, Wire):
+        raise UserError(f"compression={compression!r} is not known: use one of hpc_train.Compression")
+    return Whole(compression, compression is Wire.INT8 if error_feedback is None else error_feedback)
 
 
 def _number(group: int, index: int) -> str:

@@ -11,14 +11,15 @@ the order of the buckets, which all replicas share, even where backward makes th
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hpc_train.comm.interface import Collective, Wire
+from hpc_train.comm.interface import Collective
 from hpc_train.errors import UserError
+from hpc_train.gradients.bucket_sum import BucketSum, Method, Whole
 from hpc_train.gradients.buckets import Bucket, Slot, fingerprint, make_buckets, trained
 from hpc_train.gradients.streams import SideStream
 
@@ -34,35 +35,41 @@ class Reducer:
 
     Args:
         named_parameters: in the order of forward; frozen ones are left out, tied ones count once.
+        collective: the replicas; None where gradients stay this replica's own, and nothing is summed.
+        method: how a bucket is summed.
         overlap: sum during backward; else, or where the collective allows no thread, in `finish`.
         average: divide each sum by the number of replicas.
-        sharded: sum only this replica's shard of each bucket; what else is in p.grad has no meaning.
 
     `exposed_s`: time that `finish` held up the last step.  `summed_s`: time that its sums took.
+    `measured`: which ways to sum were tried, and chosen, a line each.  `steps`: finished so far.
     Raises UserError where replicas have different parameters or options.
     """
 
     def __init__(
         self,
         named_parameters: Sequence[tuple[str, nn.Parameter]],
-        collective: Collective,
-        wire: Wire = Wire.FP32,
+        collective: Collective | None,
+        method: Method = Whole(),  # noqa: B008  (frozen)
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         overlap: bool = True,
         average: bool = False,
-        sharded: bool = False,
     ) -> None:
         self.parameters = [parameter for _, parameter in trained(named_parameters)]
         self.exposed_s = 0.0
         self.summed_s = 0.0
-        self._collective = collective
-        self._wire = wire
-        self._average = average
-        self._sharded = sharded
-        alone = collective.size == 1  # then p.grad is what backward makes it, and nothing else happens
-        self.buckets = [] if alone else make_buckets(named_parameters, collective, bucket_bytes)
-        if not alone:
-            _check_same(self.buckets, wire, collective)
+        self.buckets: list[Bucket] = []
+        self.measured: list[str] = []
+        self.steps = 0
+        self._sums: list[BucketSum] = []
+        self._replica = 0
+        self._divisor = 1
+        if collective is not None and collective.size > 1:  # alone, p.grad is what backward makes it
+            self.buckets = make_buckets(named_parameters, collective, bucket_bytes)
+            _check_same(self.buckets, method, collective)
+            self._sums = [method.of(bucket, collective) for bucket in self.buckets]
+            self.measured = _prepare(self._sums, method, collective)
+            self._replica = collective.rank
+            self._divisor = collective.size if average else 1
 
         self._passes = 0
         self._waiting_for: list[int] = []  # by bucket: parameters that lack gradients
@@ -81,7 +88,7 @@ class Reducer:
             for slot in bucket.slots
         ]
         self._thread: threading.Thread | None = None
-        if self.buckets and overlap and collective.threaded:
+        if self.buckets and overlap and collective is not None and collective.threaded:
             self._side = SideStream(self.buckets[0].buffer.device)
             self._thread = threading.Thread(target=self._sum_all, name="gradient sums", daemon=True)
             self._thread.start()
@@ -95,6 +102,11 @@ class Reducer:
     def under_way(self) -> bool:
         """Whether a bucket was handed over that `finish` has not brought back."""
         return any(self._handed_over)
+
+    @property
+    def hidden_share(self) -> float | None:
+        """The part of the last step's sums that ran while backward did; None when nothing was summed."""
+        return max(0.0, 1 - self.exposed_s / self.summed_s) if self.summed_s else None
 
     def begin(self, passes: int) -> None:
         """Forget all gradients and expect `passes` backward passes; 0 for a replica without samples."""
@@ -150,6 +162,7 @@ class Reducer:
         for bucket in self.buckets:
             bucket.scatter()
         self._handed_over = [False] * len(self.buckets)
+        self.steps += 1
         self._passes = 0  # a backward pass between steps, should there be one, starts no sum
         self.exposed_s = time.perf_counter() - began
 
@@ -176,6 +189,37 @@ class Reducer:
             self._sum(bucket)
             bucket.buffer += total
             bucket.scatter()
+
+    def settle(self) -> dict[str, Tensor]:
+        """The residuals' sums over the replicas, by parameter; none without error feedback.
+
+        Between two steps, all replicas together; each then holds an equal part of them, as after `resume`.
+        """
+        totals = {}
+        for bucket, bucket_sum in zip(self.buckets, self._sums, strict=True):
+            if bucket_sum.residual is not None:
+                total = bucket_sum.residual.settle()
+                totals.update({slot.name: slot.within(total) for slot in bucket.slots})
+        return totals
+
+    def bases(self) -> dict[str, Tensor]:
+        """By parameter, what all replicas alike remember from sum to sum: the Q's of PowerSGD."""
+        return {name: basis for each in self._sums for name, basis in each.bases().items()}
+
+    def resume(self, totals: Mapping[str, Tensor], bases: Mapping[str, Tensor], steps: int) -> None:
+        """Go on after `steps` steps with what `settle` and `bases` gave, from whatever number of replicas.
+
+        Parameters that are not among them begin anew.
+        """
+        self.steps = steps
+        for bucket, bucket_sum in zip(self.buckets, self._sums, strict=True):
+            bucket_sum.resume(bases, steps)
+            if bucket_sum.residual is not None:
+                whole = torch.zeros_like(bucket.buffer)
+                for slot in bucket.slots:
+                    if slot.name in totals:
+                        slot.within(whole).copy_(totals[slot.name])
+                bucket_sum.residual.deal(whole)
 
     def close(self) -> None:
         """End the thread and leave the parameters alone; not collective.
@@ -252,10 +296,9 @@ class Reducer:
 
     def _sum(self, bucket: Bucket) -> None:
         began = time.perf_counter()
-        reduce = self._collective.reduce_scatter_ if self._sharded else self._collective.sum_
-        reduce(bucket.buffer, self._wire)
-        if self._average:
-            bucket.buffer /= self._collective.size
+        self._sums[bucket.index].sum_()
+        if self._divisor > 1:
+            bucket.buffer /= self._divisor
         self.summed_s += time.perf_counter() - began
 
     def _tell_missing(self) -> None:
@@ -268,19 +311,27 @@ class Reducer:
             self._told.update(missing)
             names = ", ".join(reversed(missing))
             warnings.warn(
-                f"no gradient for {names} in a step of replica {self._collective.rank}: "
-                f"counts as zero (told once)",
+                f"no gradient for {names} in a step of replica {self._replica}: counts as zero (told once)",
                 stacklevel=3,
             )
 
 
-def _check_same(buckets: Sequence[Bucket], wire: Wire, collective: Collective) -> None:
+def _check_same(buckets: Sequence[Bucket], method: Method, collective: Collective) -> None:
     """Raise UserError where replicas would sum things that do not belong together."""
-    mine = float(fingerprint(buckets, wire))
+    mine = float(fingerprint(buckets, method))
     if collective.max(mine) != -collective.max(-mine):
         slots = [slot for bucket in buckets for slot in bucket.slots]
         raise UserError(
             f"replicas train different parameters, wires or bucket sizes (here {len(slots)} parameters of "
-            f"{sum(slot.view.numel() for slot in slots)} elements, {wire.value}, {len(buckets)} buckets): "
+            f"{sum(slot.view.numel() for slot in slots)} elements, {method}, {len(buckets)} buckets): "
             f"use the same model and options on every rank"
         )
+
+
+def _prepare(sums: Sequence[BucketSum], method: Method, collective: Collective) -> list[str]:
+    """Let the collective measure with the largest buffer of each doubling of size."""
+    largest: dict[int, int] = {}
+    for numel in sorted(numel for each in sums for numel in each.lengths):
+        largest[numel.bit_length()] = numel
+    told = [collective.prepare(numel, method.wire) for numel in largest.values()]
+    return [line for line in told if line]

@@ -136,7 +136,7 @@ class Recorded:
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    def sum_(self, buffer, wire):
+    def sum_(self, buffer, wire, residual=None):
         self._on_sum()
-        self._inner.sum_(buffer, wire)
+        self._inner.sum_(buffer, wire, residual)
         self.sums.append((buffer.data_ptr(), threading.current_thread().name))

@@ -25,6 +25,7 @@ from torch import nn
 
 from hpc_train.comm.interface import Wire
 from hpc_train.comm.loopback import run_ranks
+from hpc_train.gradients.bucket_sum import Whole
 from hpc_train.gradients.reducer import Reducer
 from hpc_train.grid import Grid
 
@@ -53,7 +54,7 @@ def test_shares_may_differ_and_be_zero(make, passes):
 
 
 def test_all_ranks_end_with_the_same_bits():
-    first, *others = summed(build(plain), list(samples(12).view(3, 2, 2, 6)), wire=Wire.FP16)
+    first, *others = summed(build(plain), list(samples(12).view(3, 2, 2, 6)), method=Whole(Wire.FP16))
     assert_same(others, first, rtol=0, atol=0)
 
 
@@ -61,7 +62,7 @@ def test_fp16_wire_rounds_by_its_eleven_bits():
     model = build(plain)
     batches = list(samples(12).split(2))
     shares = [batches[:3], batches[3:]]
-    found = summed(model, shares, wire=Wire.FP16, bucket_bytes=2**20)[0]
+    found = summed(model, shares, method=Whole(Wire.FP16), bucket_bytes=2**20)[0]
     expected = alone(model, batches)
     contributions = [alone(model, share) for share in shares]
     worst = 0.0
@@ -88,14 +89,14 @@ def test_buckets_are_summed_while_backward_still_runs():
         model = copy.deepcopy(original)
         done = threading.Event()
         collective = Recorded(world.collective(Grid(2, 1), CPU))
-        reducer = Reducer(list(model.named_parameters()), collective, bucket_bytes=64)
         sum_ = collective.sum_
 
-        def sum_and_tell(buffer, wire):
-            sum_(buffer, wire)
+        def sum_and_tell(buffer, wire, residual=None):
+            sum_(buffer, wire, residual)
             done.set()
 
         collective.sum_ = sum_and_tell
+        reducer = Reducer(list(model.named_parameters()), collective, bucket_bytes=64)
         seen = []
         model[0].register_full_backward_hook(lambda *_: seen.append(done.wait(20)))
         reducer.begin(1)
