@@ -37,6 +37,8 @@ from hpc_train.checkpoint.names import MANIFEST, group_file, is_ours, layer_of, 
 from hpc_train.comm.interface import ControlPlane
 from hpc_train.errors import UserError
 
+Cut = Callable[[str, Tensor], Tensor]
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -119,6 +121,7 @@ class Store:
         wanted: Shapes,
         control: ControlPlane,
         note: Callable[[str], None] = lambda line: None,
+        cut: Cut = tensor_file.own,
     ) -> Loaded | None:
         """Read this rank's part of a checkpoint, whatever grid has written it.
 
@@ -129,6 +132,7 @@ class Store:
                 state that the checkpoint lacks is left out of what is returned.
             control: all ranks.
             note: told on rank 0, a line each: which checkpoints were passed over, and why.
+            cut: makes of a tensor that was read, by its name, what is kept: a copy of a part, say.
 
         Raises:
             UserError: there is no whole checkpoint at a path, or it is one of another model.
@@ -148,7 +152,7 @@ class Store:
             )
         names, anew = usable(held, wanted)
         tensors: dict[str, Tensor] = {}
-        attempt(control, f"cannot load {path}", lambda: tensors.update(_read(path, manifest, names)))
+        attempt(control, f"cannot load {path}", lambda: tensors.update(_read(path, manifest, names, cut)))
         beginning = [part for part in share(control, anew[:1]) if part]
         if beginning and control.rank == 0:
             note(
@@ -270,14 +274,14 @@ def _check(saved: Saved, control: ControlPlane) -> str:
     return causes[0] if causes else ""
 
 
-def _read(path: Path, manifest: Manifest, names: list[str]) -> dict[str, Tensor]:
-    """These tensors, from whichever files hold them."""
+def _read(path: Path, manifest: Manifest, names: list[str], cut: Cut) -> dict[str, Tensor]:
+    """These tensors, cut, from whichever files hold them."""
     by_file: dict[str, list[str]] = {}
     for name in names:
         by_file.setdefault(manifest.tensors[name].file, []).append(name)
     tensors: dict[str, Tensor] = {}
     for file, wanted in by_file.items():
-        tensors.update(tensor_file.read(path / file, wanted))
+        tensors.update(tensor_file.read(path / file, wanted, cut))
     return tensors
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -52,12 +52,19 @@ def check(path: Path, record: FileRecord) -> None:
         raise Broken(f"{path.name} cannot be read: {error}") from None
 
 
-def read(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """These tensors, on the CPU, in memory of their own.  Raises OSError."""
+def own(name: str, tensor: Tensor) -> Tensor:
+    """All of a tensor that was read, in memory of its own."""
+    return tensor.clone()
+
+
+def read(path: Path, names: Iterable[str], cut: Callable[[str, Tensor], Tensor] = own) -> dict[str, Tensor]:
+    """These tensors, on the CPU, or what `cut` makes of each before the next is read.  Raises OSError.
+
+    `cut` must give memory of its own: what safe_open gives may be a view of the mapped file.
+    """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            # A clone, because what safe_open gives may be a view of the mapped file.
-            return {name: file.get_tensor(name).clone() for name in names}
+            return {name: cut(name, file.get_tensor(name)) for name in names}
     except SafetensorError as error:
         raise OSError(f"{path}: {error}") from error
 

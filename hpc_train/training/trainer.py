@@ -228,7 +228,8 @@ class Trainer:
         self.progress.note(f"saved {path}")
 
     def _resume(self, which: Any) -> None:
-        loaded = self.store.load(which, self.worker.state_shapes(), self.control, note=self.progress.note)
+        wanted = self.worker.state_shapes()
+        loaded = self.store.load(which, wanted, self.control, self.progress.note, self.worker.cut_state)
         if loaded is None:
             return
         self.worker.restore_state(loaded.tensors)

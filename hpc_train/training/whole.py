@@ -3,12 +3,13 @@
 ShardedOptimizer has the same methods.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
 from hpc_train.checkpoint import snapshot
 from hpc_train.config import OptimizerSettings
+from hpc_train.gradients.buckets import Bucket
 from hpc_train.training.clip import squared_norm
 from hpc_train.training.optimizer import make_optimizer, set_learning_rate
 
@@ -51,13 +52,21 @@ class WholeOptimizer:
         """All replicas have the parameters already."""
 
     def shapes(self) -> dict[str, snapshot.Shape]:
-        """Names and shapes of the state that `restore` wants."""
+        """Names and shapes of the state to read."""
         return snapshot.optimizer_shapes(self._parameters, self.torch)
 
     def take(self) -> dict[str, Tensor]:
         """The state that this rank writes into a checkpoint, by name."""
         return snapshot.take_optimizer(self._parameters, self.torch) if self._speaks else {}
 
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        """What `restore` wants of a tensor among `shapes`, in memory of its own."""
+        return whole.clone()
+
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from the state among `tensors`, which belong to the optimizer from now on."""
         snapshot.restore_optimizer(tensors, self._parameters, self.torch)
+
+    def moved_to(self, buckets: Sequence[Bucket]) -> "WholeOptimizer":
+        """The same optimizer, wherever gradients are summed."""
+        return self

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from hpc_train.checkpoint import snapshot
+from hpc_train.checkpoint.names import split_optimizer_name
 from hpc_train.comm.interface import Collective, PeerLink, Wire, World
 from hpc_train.config import Settings
 from hpc_train.errors import UserError
-from hpc_train.gradients.bucket_sum import Whole
 from hpc_train.gradients.reducer import Reducer
 from hpc_train.grid import Grid, Place
 from hpc_train.launch.binding import choose_device, choose_threads
@@ -133,9 +133,10 @@ class Worker:
         self.reducer = Reducer(
             list(self.parameters.items()),
             self.collective,
-            Whole(Wire(settings.gradients.wire), sharded=settings.optimizer.sharded),
+            Wire(settings.gradients.wire),
             settings.gradients.bucket_bytes,
             settings.gradients.overlap,
+            sharded=settings.optimizer.sharded,
         )
         self.optimizer: WholeOptimizer | ShardedOptimizer
         if settings.optimizer.sharded and self.collective.size > 1:
@@ -189,8 +190,12 @@ class Worker:
             model = snapshot.take(self.parameters, snapshot.buffers_of(self.stage), None)
         return model | self.optimizer.take()
 
+    def cut_state(self, name: str, whole: Tensor) -> Tensor:
+        """What `restore_state` wants of a tensor of a checkpoint, in memory of its own."""
+        return self.optimizer.cut(name, whole) if split_optimizer_name(name) else whole.clone()
+
     def restore_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from what a checkpoint has; `tensors` belong to the worker from now on."""
+        """Go on from what a checkpoint has, cut; `tensors` belong to the worker from now on."""
         snapshot.restore(tensors, self.parameters, snapshot.buffers_of(self.stage), None)
         self.optimizer.restore(tensors)
 

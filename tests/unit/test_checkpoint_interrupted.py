@@ -249,10 +249,10 @@ def test_a_directory_that_hosts_do_not_share_is_told(tmp_path):
 def test_reading_that_fails_on_one_rank_is_one_line_on_all(run, monkeypatch, rank):
     real = tensor_file.read
 
-    def read(path, names):
+    def read(path, names, *more):
         if threading.current_thread().name == f"rank {rank}":
             raise OSError(5, "Input/output error", str(path))
-        return real(path, names)
+        return real(path, names, *more)
 
     def body(world):
         with pytest.raises(UserError) as error:
