@@ -18,6 +18,7 @@ from hpc_train.checkpoint.names import split_optimizer_name
 from hpc_train.comm.interface import Collective, PeerLink, Wire, World
 from hpc_train.config import Settings
 from hpc_train.errors import UserError
+from hpc_train.gradients.bucket_sum import Whole
 from hpc_train.gradients.reducer import Reducer
 from hpc_train.grid import Grid, Place
 from hpc_train.launch.binding import choose_device, choose_threads
@@ -133,10 +134,9 @@ class Worker:
         self.reducer = Reducer(
             list(self.parameters.items()),
             self.collective,
-            Wire(settings.gradients.wire),
+            Whole(Wire(settings.gradients.wire), sharded=settings.optimizer.sharded),
             settings.gradients.bucket_bytes,
             settings.gradients.overlap,
-            sharded=settings.optimizer.sharded,
         )
         self.optimizer: WholeOptimizer | ShardedOptimizer
         if settings.optimizer.sharded and self.collective.size > 1:
