@@ -1,4 +1,4 @@
-# make demo | test | setup | check | bench | mpich | clean | help
+# make demo | test | setup | check | bench | mpich | horovod | clean | help
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 RUN_DIR ?= runs/demo
 
-.PHONY: help setup demo test check bench mpich clean
+.PHONY: help setup demo test check bench mpich horovod clean
 help:
 	@echo "make demo    train a small Transformer on 4 ranks, 2 replicas x 2 stages; a few minutes"
 	@echo "make test    every test: unit, contract, and those under mpirun"
@@ -14,6 +14,7 @@ help:
 	@echo "make check   lint, format, types, shell scripts, import rule"
 	@echo "make bench   the benchmarks; results in benchmarks/results/"
 	@echo "make mpich   .venv-mpich, for the tests on MPICH (make test does it)"
+	@echo "make horovod Horovod for comm.backend=horovod, built against this torch (make test does it)"
 	@echo "make clean   remove both environments and all caches; runs/ stays"
 
 setup: $(STAMP)
@@ -28,13 +29,21 @@ $(STAMP): setup.py constraints.txt
 demo: setup
 	$(VENV)/bin/hpc-train launch -n 4 train examples/bytelm.toml --run-dir $(RUN_DIR) --resume never
 
-test: setup mpich
+test: setup mpich $(VENV)/.horovod
 	$(PY) -m pytest --durations=10
 
 mpich: .venv-mpich/.installed
 
 .venv-mpich/.installed: $(STAMP) tests/mpich.py constraints.txt
 	$(PY) tests/mpich.py
+	touch $@
+
+horovod: setup
+	$(PY) tools/build_horovod.py
+
+# Without a compiler the tests of Horovod skip, and say so.
+$(VENV)/.horovod: $(STAMP) tools/build_horovod.py constraints.txt
+	$(PY) tools/build_horovod.py --if-possible
 	touch $@
 
 check: setup

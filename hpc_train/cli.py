@@ -222,7 +222,21 @@ def _load(config: Path, overrides: list[str] | None) -> tuple[Settings, "Task"]:
 
 def _start(config: Path, overrides: list[str] | None) -> tuple["World", tuple[Settings, "Task"]]:
     """Settings, task and world of a command that all ranks run."""
-    return _connect(lambda: _load(config, overrides), lambda loaded: loaded[0].comm.backend)
+    from hpc_train.launch import horovod_settings
+    from hpc_train.training.guard import guard, say, together
+
+    world, (settings, task) = _connect(
+        lambda: _load(config, overrides), lambda loaded: loaded[0].comm.backend
+    )
+
+    def honour() -> Settings:
+        found = horovod_settings.variables(os.environ, world.control)
+        warning = horovod_settings.without_effect(found, settings.comm.backend)
+        if warning and world.rank == 0:
+            say(f"warning: {warning}")
+        return together(world, lambda: horovod_settings.honour(settings, found))
+
+    return world, (guard(world, honour), task)
 
 
 def _connect(prepare: Callable[[], T], backend: Callable[[T], str] = lambda _: "auto") -> tuple["World", T]:

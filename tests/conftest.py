@@ -1,15 +1,33 @@
 """Fixtures of all tests."""
 
+import importlib.util
+import os
 import signal
 
 import pytest
 from mpirun import mpirun as start_ranks
+
+for _name in [name for name in os.environ if name.startswith("HOROVOD_")]:
+    del os.environ[_name]  # they mean something to hpc_train too
 
 
 @pytest.fixture(scope="session")
 def mpirun():
     """The function that starts Python on several ranks: see mpirun.py."""
     return start_ranks
+
+
+@pytest.fixture(scope="session")
+def mpirun_horovod():
+    """The same for ranks that use Horovod, which waits for ever unless it is told to give up."""
+    if importlib.util.find_spec("horovod") is None:
+        pytest.skip("Horovod is not installed: make horovod")
+    patience = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "10", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60"}
+
+    def start(num_ranks, args, timeout_s=60, env=None):
+        return start_ranks(num_ranks, args, timeout_s, {**patience, **(env or {})})
+
+    return start
 
 
 @pytest.fixture

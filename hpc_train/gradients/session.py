@@ -8,6 +8,7 @@ import atexit
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from hpc_train.comm.interface import Collective, World
 from hpc_train.errors import EXIT_FAILED, EXIT_USAGE, UserError
 from hpc_train.grid import Grid
+from hpc_train.launch import horovod_settings
 
 if TYPE_CHECKING:  # a script may ask for its rank before it waits for torch
     import torch
@@ -32,6 +34,7 @@ class Session:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.bucket_bytes: int | None = None  # as HOROVOD_FUSION_THRESHOLD says
         self.closed_at_shutdown: list[Closable] = []
         self._collectives: dict[str, Collective] = {}
         self._pid = os.getpid()
@@ -112,6 +115,11 @@ def current() -> Session:
     return _session
 
 
+def bucket_bytes() -> int | None:
+    """The size of buckets that the user's environment asks for, if it does."""
+    return None if _session is None else _session.bucket_bytes
+
+
 def init(backend: str = "auto") -> None:
     """Join the job that mpirun or srun started; alone, be a job of one rank.  All ranks together.
 
@@ -120,7 +128,7 @@ def init(backend: str = "auto") -> None:
     nothing.
 
     Args:
-        backend: "auto", "mpi", "gloo" or "nccl", as the setting `comm.backend`.
+        backend: "auto", "mpi", "gloo", "nccl" or "horovod", as the setting `comm.backend`.
     """
     global _session
     if _session is None:
@@ -128,6 +136,11 @@ def init(backend: str = "auto") -> None:
 
         _session = Session(connect(backend))
         _session.watch()
+        found = horovod_settings.variables(os.environ, _session.world.control)
+        _session.bucket_bytes = horovod_settings.bucket_bytes(found)
+        warning = horovod_settings.without_effect(found, backend, tunes=False)
+        if warning and _session.world.rank == 0:
+            warnings.warn(warning, stacklevel=2)
 
 
 def shutdown() -> None:

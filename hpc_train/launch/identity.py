@@ -107,6 +107,15 @@ _LAUNCHERS = (
         mark="PMIX_RANK",
         fix=_SAME_MPI,
     ),
+    _Launcher(
+        name="horovodrun",  # without MPI; with it there is an mpirun
+        rank="HOROVOD_RANK",
+        size=("HOROVOD_SIZE",),
+        local_rank=("HOROVOD_LOCAL_RANK",),
+        local_size=("HOROVOD_LOCAL_SIZE",),
+        mark="HOROVOD_RANK",
+        fix="start with mpirun -n, or hpc-train launch -n",
+    ),
 )
 _FIRST_PSEUDO_STEP = (
     4294967280  # Slurm numbers batch scripts and salloc's shells, which no srun started, from here

@@ -45,3 +45,10 @@ def test_mpi(name, num_ranks, level, ranks_a_host, mpirun):
 def test_gloo(name, num_ranks, mpirun):
     names = tuple(cases.checks())
     assert_passed(name, names, launched(mpirun, "gloo", names, num_ranks, "multiple"))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", cases.checks())
+def test_horovod(name, num_ranks, mpirun_horovod):
+    names = tuple(cases.checks())
+    assert_passed(name, names, launched(mpirun_horovod, "horovod", names, num_ranks, "multiple"))

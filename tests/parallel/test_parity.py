@@ -92,3 +92,8 @@ def test_convolutions_on_real_digits(mpirun):
 @pytest.mark.parametrize("wire", ["fp32", "fp16"])
 def test_gradients_through_torch_distributed(mpirun, wire):
     check(mpirun, 4, [case("bytelm", "grid.stages=2", f"gradients.wire={wire}")], "gloo")
+
+
+@pytest.mark.parametrize("wire", ["fp32", "fp16"])
+def test_gradients_through_horovod(mpirun_horovod, wire):
+    check(mpirun_horovod, 4, [case("bytelm", "grid.stages=2", f"gradients.wire={wire}")], "horovod")

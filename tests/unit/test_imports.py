@@ -27,9 +27,11 @@ ROOMS = {
     "config": ("errors",),
     "comm.interface": ("grid", "errors"),
     "launch": ("errors", "comm.interface"),
+    "launch.horovod_settings": ("errors", "comm.interface", "config"),
     "comm": (*FLOOR, "launch.identity"),
     "gradients": FLOOR,
-    "gradients.session": (*FLOOR, "comm.connect"),  # the entry of those who bring their own loop
+    # the entry of those who bring their own loop
+    "gradients.session": (*FLOOR, "comm.connect", "launch.horovod_settings"),
     "pipeline": FLOOR,
     "coordinator": FLOOR,
     "data": FLOOR,
@@ -157,6 +159,7 @@ def test_the_rooms_that_must_be_pure_are():
         *("pipeline.actions", "pipeline.schedules", "pipeline.check", "pipeline.partition"),
         *(name for name in FILES if name.startswith("coordinator.policies.")),
         *("coordinator.report", "coordinator.plan", "launch.line", "launch.findings", "launch.identity"),
+        "launch.horovod_settings",
     }
 
 

@@ -51,6 +51,8 @@ FLUX = {
         (FLUX, Identity("flux", 1, 2, 0, None)),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Identity("a launcher", 0, 2, None, None)),
         ({"PMIX_RANK": "3", "PMIX_NAMESPACE": "x"}, Identity("a launcher", 3, None, None, None)),
+        ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}, Identity("horovodrun", 1, 2, None, None)),
+        (OPEN_MPI | {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}, Identity("mpirun", 5, 8, 1, 4)),
     ],
 )
 def test_each_launcher_is_known(environment, identity):
