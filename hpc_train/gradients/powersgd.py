@@ -76,7 +76,8 @@ class PowerSGDSum:
     All replicas end with the same bits where they compute alike: on processors of one kind with equally
     many torch threads.  The update that follows is as the optimizer's own on different processors.
 
-    A sum that is not finite becomes NaN as a whole, and leaves residual and Q as they were before.
+    A sum that is not finite becomes NaN as a whole, and leaves Q and what is finite of the residual as
+    they were before.
     """
 
     def __init__(
@@ -213,7 +214,7 @@ def first_basis(seed: int, name: str, m: int, rank: int) -> Tensor:
 
 
 def _orthonormal(matrices: Tensor) -> Tensor:
-    """A basis [..., n, rank] of what the columns span; completed by other columns where these are dependent."""
+    """A basis [..., n, rank] of what the columns span; others complete it where they are dependent."""
     basis: Tensor = torch.linalg.qr(matrices).Q
     return basis
 
