@@ -175,12 +175,28 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
         settings = Settings.model_validate(raw)
     except ValidationError as error:
         raise UserError(f"{path}: {_explain(error)}") from None
-    if settings.batch.micro_batch > settings.batch.size:
-        raise UserError(
-            f"batch.micro_batch={settings.batch.micro_batch} is more than batch.size={settings.batch.size}: "
-            f"set it to at most {settings.batch.size}"
-        )
+    _check_together(settings)
     return settings
+
+
+def _check_together(settings: Settings) -> None:
+    """Raise UserError for settings that are right alone and wrong together."""
+    batch, gradients = settings.batch, settings.gradients
+    if batch.micro_batch > batch.size:
+        raise UserError(
+            f"batch.micro_batch={batch.micro_batch} is more than batch.size={batch.size}: "
+            f"set it to at most {batch.size}"
+        )
+    if settings.optimizer.sharded and gradients.local_steps > 1:
+        raise UserError(
+            f"optimizer.sharded=true shares the update of every step, but with gradients.local_steps="
+            f"{gradients.local_steps} each replica makes its own: set one of them to false or 1"
+        )
+    if settings.optimizer.sharded and gradients.compression != "none":
+        raise UserError(
+            f"optimizer.sharded=true sums shards of gradients, but gradients.compression="
+            f"{gradients.compression} sums whole ones: set one of them to false or none"
+        )
 
 
 def _override(raw: dict[str, Any], text: str) -> None:

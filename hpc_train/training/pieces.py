@@ -48,11 +48,10 @@ def pieces_in(bucket: Bucket, shard: slice, first: bool) -> list[Piece]:
     for slot in bucket.slots:
         _check(slot)
         numel = slot.view.numel()
-        offset = slot.view.storage_offset() - bucket.buffer.storage_offset()
-        begin, end = (min(max(edge - offset, 0), numel) for edge in (shard.start, shard.stop))
+        begin, end = (min(max(edge - slot.start, 0), numel) for edge in (shard.start, shard.stop))
         if begin < end or (numel == 0 and first):
             parameter = nn.Parameter(_flat(slot.parameter.detach())[begin:end])
-            place = _flat(slot.view)[begin:end]
+            place = slot.flat(bucket.buffer)[begin:end]
             parameter.grad = place
             pieces.append(Piece(slot, begin, end, parameter, place))
     return pieces

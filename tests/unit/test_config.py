@@ -81,6 +81,15 @@ def test_a_micro_batch_larger_than_the_batch_is_told_with_both(file):
     assert "batch.size=4" in text
 
 
+@pytest.mark.parametrize("other", ["gradients.local_steps=4", "gradients.compression=powersgd"])
+def test_a_sharded_optimizer_needs_whole_sums_every_step(file, other):
+    text = refusal(file, "optimizer.sharded=true", other)
+    assert "optimizer.sharded=true" in text
+    assert other in text
+    load(file, ["optimizer.sharded=true"])
+    load(file, [other])
+
+
 def test_a_file_that_is_not_there(tmp_path):
     assert "no such file" in refusal(tmp_path / "none.toml")
 
