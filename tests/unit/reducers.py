@@ -132,6 +132,7 @@ class Recorded:
         self._on_sum = on_sum
         self.threaded = threaded
         self.sums = []
+        self.lengths = []
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
@@ -139,4 +140,5 @@ class Recorded:
     def sum_(self, buffer, wire, residual=None):
         self._on_sum()
         self._inner.sum_(buffer, wire, residual)
+        self.lengths.append(buffer.numel())
         self.sums.append((buffer.data_ptr(), threading.current_thread().name))
