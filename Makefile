@@ -15,7 +15,7 @@ help:
 	@echo "make bench   the benchmarks; results in benchmarks/results/"
 	@echo "make mpich   .venv-mpich, for the tests on MPICH (make test does it)"
 	@echo "make horovod Horovod for comm.backend=horovod, built against this torch (make test does it)"
-	@echo "make clean   remove both environments and all caches; runs/ stays"
+	@echo "make clean   remove both environments and all caches here; runs/ stays"
 
 setup: $(STAMP)
 

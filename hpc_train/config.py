@@ -187,6 +187,15 @@ def _check_together(settings: Settings) -> None:
             f"batch.micro_batch={batch.micro_batch} is more than batch.size={batch.size}: "
             f"set it to at most {batch.size}"
         )
+    if gradients.local_steps > 1:
+        others = {"wire": "fp32", "compression": "none", "tune": False}
+        for name, unused in others.items():
+            if (value := getattr(gradients, name)) != unused:
+                raise UserError(
+                    f"gradients.local_steps={gradients.local_steps} averages parameters in fp32 and sums no "
+                    f"gradients, but gradients.{name}={str(value).lower()}: "
+                    f"set it to {str(unused).lower()}, or local_steps to 1"
+                )
     if settings.optimizer.sharded and gradients.local_steps > 1:
         raise UserError(
             f"optimizer.sharded=true shares the update of every step, but with gradients.local_steps="

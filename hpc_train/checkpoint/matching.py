@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 
-from hpc_train.checkpoint.names import is_model, layer_of, split_optimizer_name
+from hpc_train.checkpoint.names import is_model, layer_of, split_optimizer_name, split_sum_name
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
@@ -36,10 +36,13 @@ def layers_left(held: Shapes, layers: Collection[int]) -> str:
 def usable(held: Shapes, wanted: Shapes) -> tuple[list[str], list[str]]:
     """The names to read, and the parameters whose optimizer state begins anew.
 
+    What sums remember is taken where it is there and fits; else it begins anew, and nothing is told of it.
+
     The state of a parameter is taken whole or not at all: half of it (from another optimizer, or from
     before the first step) would be a state that never was.
     """
     names = [name for name in wanted if is_model(name)]
+    names += [name for name in wanted if split_sum_name(name) and held.get(name) == wanted[name]]
     states: dict[str, list[str]] = {}
     for name in wanted:
         if parts := split_optimizer_name(name):

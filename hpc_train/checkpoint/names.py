@@ -2,6 +2,8 @@
 
 layers.3.weight                        a parameter or a buffer
 optimizer/layers.3.weight/exp_avg      what the optimizer keeps for it
+residual/layers.3.weight               what lossy sums still owe its gradient, over all replicas
+powersgd/layers.3.weight               the last Q of its gradient's thin matrices
 
 RUN/checkpoints/step-00000100/manifest.json
 RUN/checkpoints/step-00000100/layers-0-3-1f0c9a2b.safetensors
@@ -14,7 +16,9 @@ MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 
 _OPTIMIZER = "optimizer/"
-_LAYER = re.compile(r"(?:optimizer/)?layers\.(\d+)\.")
+_RESIDUAL = "residual/"
+_BASIS = "powersgd/"
+_LAYER = re.compile(r"(?:(?:optimizer|residual|powersgd)/)?layers\.(\d+)\.")
 _FILE = re.compile(
     r"layers-[\d-]+-[0-9a-f]+\.safetensors"
     r"|\.(?:layers-.*|manifest\.json)\.tmp"
@@ -67,6 +71,24 @@ def split_optimizer_name(name: str) -> tuple[str, str] | None:
     return parameter, key
 
 
+def residual_name(parameter: str) -> str:
+    """The name of the residual of a parameter's gradient."""
+    return _RESIDUAL + parameter
+
+
+def basis_name(parameter: str) -> str:
+    """The name of the Q of a parameter's gradient."""
+    return _BASIS + parameter
+
+
+def split_sum_name(name: str) -> tuple[str, bool] | None:
+    """(parameter, whether it is a residual) of what sums remember, None for all else."""
+    for prefix in (_RESIDUAL, _BASIS):
+        if name.startswith(prefix):
+            return name[len(prefix) :], prefix == _RESIDUAL
+    return None
+
+
 def is_model(name: str) -> bool:
-    """True for a parameter or buffer, False for optimizer state."""
-    return not name.startswith(_OPTIMIZER)
+    """True for a parameter or buffer, False for what the optimizer and sums remember."""
+    return not name.startswith((_OPTIMIZER, _RESIDUAL, _BASIS))

@@ -76,7 +76,9 @@ class Whole:
         )
 
     def __str__(self) -> str:
-        return f"{self.wire.value} wire{' with error feedback' if self.error_feedback else ''}"
+        if not self.wire.lossy:
+            return f"{self.wire.value} wire"
+        return f"{self.wire.value} wire {'with' if self.feedback else 'without'} error feedback"
 
 
 class WholeSum:

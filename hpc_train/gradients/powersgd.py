@@ -50,9 +50,7 @@ class PowerSGD:
     def of(self, bucket: Bucket, collective: Collective) -> BucketSum:
         """See bucket_sum.Method."""
         residual = Residual(bucket.buffer, collective)
-        whole = WholeSum(
-            bucket, collective, self.wire, residual if self.feedback and self.wire.lossy else None
-        )
+        whole = WholeSum(bucket, collective, self.wire, residual if self.feedback else None)
         matrices = [slot for slot in bucket.slots if is_thinned(_sides(slot), self.rank)]
         return PowerSGDSum(self, bucket, matrices, collective, residual, whole) if matrices else whole
 

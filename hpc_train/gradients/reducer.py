@@ -108,6 +108,11 @@ class Reducer:
         """The part of the last step's sums that ran while backward did; None when nothing was summed."""
         return max(0.0, 1 - self.exposed_s / self.summed_s) if self.summed_s else None
 
+    @property
+    def error_feedback(self) -> bool:
+        """Whether what one sum leaves out is added to the next."""
+        return any(each.residual is not None for each in self._sums)
+
     def begin(self, passes: int) -> None:
         """Forget all gradients and expect `passes` backward passes; 0 for a replica without samples."""
         self.expect(passes)

@@ -5,7 +5,7 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -50,8 +50,12 @@ class RunDirectory:
                 "choose another --run-dir"
             ) from None
 
-    def start(self, settings: Settings, world: World, resumed_at: int) -> None:
+    def start(
+        self, settings: Settings, world: World, resumed_at: int, gradient_sums: Sequence[str] = ()
+    ) -> None:
         """Write config and environment, and drop metrics of steps after `resumed_at`.  Collective.
+
+        `gradient_sums`: how they are made, a line each, for the environment.
 
         Raises:
             UserError: the directory cannot be written; on all ranks.
@@ -62,7 +66,7 @@ class RunDirectory:
         mistake = ""
         if self._writer:
             try:
-                self._write(settings, world, hosts, resumed_at)
+                self._write(settings, world, hosts, resumed_at, gradient_sums)
             except OSError as error:
                 mistake = f"{self.path}: cannot be written: {error.strerror}: choose another --run-dir"
         told = next(filter(None, world.control.all_gather(mistake.encode())), b"")
@@ -82,7 +86,12 @@ class RunDirectory:
             self._metrics = None
 
     def _write(
-        self, settings: Settings, world: World, hosts: Mapping[str, list[int]], resumed_at: int
+        self,
+        settings: Settings,
+        world: World,
+        hosts: Mapping[str, list[int]],
+        resumed_at: int,
+        gradient_sums: Sequence[str],
     ) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "config.toml").write_text(settings.to_toml(), encoding="utf-8")
@@ -92,6 +101,7 @@ class RunDirectory:
             "versions": {"python": platform.python_version(), **_versions()},
             "world": world.describe(),
             "hosts": hosts,
+            "gradient_sums": list(gradient_sums),
         }
         text = json.dumps(environment, indent=2, default=str) + "\n"
         (self.path / "environment.json").write_text(text, encoding="utf-8")

@@ -92,6 +92,8 @@ class Progress:
             f"loss {line['loss']:.4f}  {line['samples_per_s']:,.0f} samples/s  "
             f"grad norm {line['grad_norm']:.3g}  lr {line['learning_rate']:.2e}"
         )
+        if line.get("hidden_share") is not None:
+            text += f"  sums {line['hidden_share']:.0%} hidden"
         skipped = line.get("skipped", False)
         if skipped:
             text += "  skipped: not finite"

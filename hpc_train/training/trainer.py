@@ -101,7 +101,10 @@ class Trainer:
         if resume != "never":
             self._resume("auto" if resume == "auto" else Path(resume))
         self.coordinator = Coordinator(self.control, self._first_plan(), self._policies())
-        self.run.start(settings, world, resumed_at=self.done)
+        about = self.worker.about_sums()
+        self.run.start(settings, world, resumed_at=self.done, gradient_sums=about)
+        for line in about:
+            self.progress.note(line)
 
     def _first_plan(self) -> Plan:
         return Plan(step=self.done + 1, batch_size=self.settings.batch.size, shares=(0,) * self.replicas)
@@ -144,10 +147,12 @@ class Trainer:
         micro_batches = self.train_data.load(mine, self.cursor.epoch)
         _seed_everything(self.settings.seed, plan.step, *self.place)
 
-        outcome = self.worker.backward(micro_batches, batch.size)
+        outcome = self.worker.backward(micro_batches, batch.size, own_samples=len(mine))
         rate = learning_rate(self.settings.optimizer, self.done, self.settings.train.steps)
         rate *= plan.learning_rate_scale
         self.worker.update(outcome, rate)
+        if plan.step % self.settings.gradients.local_steps == 0:
+            self.worker.average_parameters()
 
         self.cursor = batch.next
         self.done = plan.step
@@ -180,6 +185,9 @@ class Trainer:
             "compute_s": report.compute_s,
             "wait_s": report.wait_s,
             "comm_s": report.comm_s,
+            **self.worker.sum_times(),
+            "wire_overflows": outcome.overflows,
+            "wire_underflows": outcome.underflows,
         }
         self.run.record(line)
         self.progress.step(line)
@@ -187,6 +195,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Means over the held-out split of the loss and the task's metrics; every replica takes its part."""
+        self.worker.average_parameters()
         whole = len(self.eval_data)
         shares = cut(whole, [1] * self.replicas)
         first = sum(shares[: self.place.replica])
@@ -206,6 +215,7 @@ class Trainer:
 
     def sample(self) -> str | None:
         """Something to look at, made by the task with the first replica; known on rank 0 alone."""
+        self.worker.average_parameters()
         text = None
         if self.place.replica == 0:
             text = self.task.sample(self.worker.pipeline.forward)
@@ -222,6 +232,7 @@ class Trainer:
             "offset": self.cursor.offset,
             "train_samples": len(self.train_data),
             "seed": self.settings.seed,  # with step, replica and stage it gives the random state
+            "error_feedback": self.worker.method.error_feedback,
             "settings": self.settings.to_toml(),
         }
         path = self.store.save(self.done, tensors, state, self.control, writer=bool(tensors))
@@ -232,11 +243,13 @@ class Trainer:
         loaded = self.store.load(which, wanted, self.control, self.progress.note, self.worker.cut_state)
         if loaded is None:
             return
-        self.worker.restore_state(loaded.tensors)
         state = loaded.state
+        self.worker.restore_state(loaded.tensors, state["step"])
         self.done, self.samples = state["step"], state["samples"]
         self.cursor = Cursor(state["epoch"], state["offset"])
         self.progress.note(f"resumed from {loaded.path}: {self.done} steps done")
+        if state.get("error_feedback") and not self.worker.method.error_feedback:
+            self.progress.note("the residuals of gradient sums in it are dropped: error feedback is off now")
         now = {"seed": self.settings.seed, "train_samples": len(self.train_data)}
         for name, value in now.items():
             if state.get(name, value) != value:

@@ -7,7 +7,7 @@ replica 1   stage 0 --activations--> stage 1      all agree on norm and finitene
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from hpc_train.checkpoint import snapshot
 from hpc_train.checkpoint.names import split_optimizer_name
-from hpc_train.comm.interface import Collective, PeerLink, Wire, World
+from hpc_train.comm.interface import Collective, PeerLink, World
 from hpc_train.config import Settings
 from hpc_train.errors import UserError
-from hpc_train.gradients.bucket_sum import Whole
+from hpc_train.gradients.parameter_average import ParameterAverage
 from hpc_train.gradients.reducer import Reducer
 from hpc_train.grid import Grid, Place
 from hpc_train.launch.binding import choose_device, choose_threads
@@ -28,18 +28,27 @@ from hpc_train.pipeline.runtime import Pipeline
 from hpc_train.pipeline.stage import Stage
 from hpc_train.stopwatch import Stopwatch
 from hpc_train.tasks.task import Task
-from hpc_train.training.clip import clip_
+from hpc_train.training import compression
+from hpc_train.training.clip import clip_, squared_norm
 from hpc_train.training.sharded import ShardedOptimizer
 from hpc_train.training.whole import WholeOptimizer
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What all ranks know of a step: mean loss of the batch, global gradient norm, both finite or not."""
+    """What all ranks know of a step.
+
+    `loss`: the mean over the batch; with local steps each replica's samples had that replica's model.
+    `grad_norm`: the global one; with local steps, that of this replica's own gradient over its stages.
+    `finite`: whether both are, of all replicas.
+    `overflows`, `underflows`: what wires lost, on all ranks; see comm.interface.Losses.
+    """
 
     loss: float
     grad_norm: float
     finite: bool
+    overflows: int = 0
+    underflows: int = 0
 
 
 def layer_costs(specs: Sequence[LayerSpec]) -> list[float]:
@@ -84,6 +93,16 @@ def make_grid(settings: Settings, num_ranks: int) -> Grid:
             f"set batch.size to at least {grid.replicas}, or start fewer ranks"
         )
     return grid
+
+
+def _times(summed_s: float, exposed_s: float, hidden_share: float | None) -> dict[str, float | None]:
+    return {"gradient_sum_s": summed_s, "exposed_comm_s": exposed_s, "hidden_share": hidden_share}
+
+
+def _floating(stage: Stage) -> list[Tensor]:
+    """What a mean over replicas is made of: trained parameters and buffers, each once."""
+    tensors = [*(p for p in stage.parameters() if p.requires_grad), *stage.buffers()]
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
 class Layout:
@@ -131,13 +150,22 @@ class Worker:
             self.stage, link, self.place.stage, stages, settings.pipeline.schedule, task.loss, self.stopwatch
         )
         self.collective: Collective = world.collective(layout.grid, self.device)
+        self.replicas = layout.grid.replicas
+        self.method = compression.sum_method(settings)
+        self.average: ParameterAverage | None = None
+        if settings.gradients.local_steps > 1 and self.replicas > 1:
+            self.average = ParameterAverage(
+                _floating(self.stage), self.collective, settings.gradients.bucket_bytes
+            )
         self.reducer = Reducer(
             list(self.parameters.items()),
-            self.collective,
-            Whole(Wire(settings.gradients.wire), sharded=settings.optimizer.sharded),
+            self.collective if self.average is None else None,
+            self.method,
             settings.gradients.bucket_bytes,
             settings.gradients.overlap,
         )
+        self._own_samples = 0
+        self._losses_before = replace(self.collective.losses)
         self.optimizer: WholeOptimizer | ShardedOptimizer
         if settings.optimizer.sharded and self.collective.size > 1:
             self.optimizer = ShardedOptimizer(settings.optimizer, self.reducer.buckets, self.collective)
@@ -146,29 +174,80 @@ class Worker:
                 settings.optimizer, self.parameters, speaks=self.place.replica == 0
             )
 
-    def backward(self, micro_batches: Sequence[tuple[Any, Any]], batch_size: int) -> Outcome:
+    def backward(
+        self, micro_batches: Sequence[tuple[Any, Any]], batch_size: int, own_samples: int = 0
+    ) -> Outcome:
         """Leave in `gradients()` the mean gradient of a batch of `batch_size` samples over all replicas.
+
+        With local steps it is the mean over this replica's `own_samples` alone.
 
         `micro_batches` are this replica's share, as (input, target) pairs; it may be empty.
         """
+        local = self.average is not None
+        self._own_samples = own_samples
         self.reducer.begin(passes=len(micro_batches))
-        loss = self.pipeline.run(micro_batches, scale=1 / batch_size)
+        loss = self.pipeline.run(micro_batches, scale=1 / (max(1, own_samples) if local else batch_size))
         with self.stopwatch.timing("comm"):
             self.reducer.finish()
-            square, loss = self.control.total([self.optimizer.squared_norm(), loss])
-        finite = math.isfinite(square) and math.isfinite(loss)
-        return Outcome(loss / batch_size, math.sqrt(square) if finite else math.nan, finite)
+            return self._agree(loss, batch_size, local)
+
+    def _agree(self, loss: float, batch_size: int, local: bool) -> Outcome:
+        """One exchange among all ranks; each has its part of the summed loss and of the squared norms."""
+        now, before = self.collective.losses, self._losses_before
+        lost = [now.overflows - before.overflows, now.underflows - before.underflows]
+        self._losses_before = replace(now)
+        squares = [0.0] * (self.replicas if local else 1)
+        mine = self.place.replica if local else 0
+        squares[mine] = squared_norm(self.gradients()) if local else self.optimizer.squared_norm()
+        loss, overflows, underflows, *squares = self.control.total([loss, *lost, *squares])
+        finite = all(map(math.isfinite, (loss, *squares)))
+        norm = math.sqrt(squares[mine]) if finite else math.nan
+        return Outcome(loss / batch_size, norm, finite, int(overflows), int(underflows))
 
     def update(self, outcome: Outcome, learning_rate: float) -> None:
-        """Clip and step; all ranks skip a step whose gradients are not finite on any of them."""
+        """Clip and step; all ranks skip a step whose gradients are not finite on any of them.
+
+        With local steps a replica without samples makes none, and momentum and decay rest too.
+        """
         if not outcome.finite:
             self.optimizer.skip()
             return
+        if self.average is not None:
+            self.average.saw(self._own_samples)
+            if self._own_samples == 0:
+                return
         with self.stopwatch.timing("compute"):
             clip_(self.gradients(), outcome.grad_norm, self._clip_norm)
             self.optimizer.step(learning_rate)
         with self.stopwatch.timing("comm"):
             self.optimizer.share()
+
+    def about_sums(self) -> list[str]:
+        """How gradients are summed, and what was measured to choose that, a line each."""
+        if self.average is not None:
+            return ["gradients are not summed: parameters are averaged (local SGD)"]
+        if not self.reducer.buckets:
+            return []
+        numel = sum(bucket.buffer.numel() for bucket in self.reducer.buckets)
+        count = len(self.reducer.buckets)
+        size = f"{4 * numel / 2**20:.3g} MiB in {count} bucket{'s' * (count > 1)}"
+        return [f"gradient sums: {self.method}, {size}", *self.reducer.measured]
+
+    def sum_times(self) -> dict[str, float | None]:
+        """Of the last step: what gradient sums took, how long they held it up, and the share that was hidden.
+
+        With local steps, of the mean of the parameters, which nothing hides.
+        """
+        if self.average is not None:
+            spent_s, self.average.spent_s = self.average.spent_s, 0.0
+            return _times(spent_s, spent_s, 0.0 if spent_s else None)
+        return _times(self.reducer.summed_s, self.reducer.exposed_s, self.reducer.hidden_share)
+
+    def average_parameters(self) -> None:
+        """With local steps: make the replicas' models one again.  All ranks together."""
+        if self.average is not None:
+            with self.stopwatch.timing("comm"):
+                self.average.average()
 
     def gradients(self) -> list[Tensor]:
         """What this rank updates with: the gradients of its stage, or its shards of them."""
@@ -181,23 +260,32 @@ class Worker:
     def state_shapes(self) -> dict[str, snapshot.Shape]:
         """Names and shapes of what `restore_state` wants of a checkpoint."""
         model = snapshot.shapes(self.parameters, snapshot.buffers_of(self.stage), None)
-        return model | self.optimizer.shapes()
+        return model | self.optimizer.shapes() | compression.shapes(self.reducer)
 
     def take_state(self) -> dict[str, Tensor]:
-        """What this rank writes into a checkpoint, by name; no two have the same.  All ranks together."""
+        """What this rank writes into a checkpoint, by name; no two have the same.  All ranks together.
+
+        With local steps it is of the replicas' mean model, and of replica 0's own optimizer.
+        """
+        self.average_parameters()
+        writer = self.place.replica == 0
         model: dict[str, Tensor] = {}
-        if self.place.replica == 0:
+        if writer:
             model = snapshot.take(self.parameters, snapshot.buffers_of(self.stage), None)
-        return model | self.optimizer.take()
+        return model | self.optimizer.take() | compression.take(self.reducer, writer)
 
     def cut_state(self, name: str, whole: Tensor) -> Tensor:
         """What `restore_state` wants of a tensor of a checkpoint, in memory of its own."""
         return self.optimizer.cut(name, whole) if split_optimizer_name(name) else whole.clone()
 
-    def restore_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from what a checkpoint has, cut; `tensors` belong to the worker from now on."""
+    def restore_state(self, tensors: Mapping[str, Tensor], steps: int = 0) -> None:
+        """Go on after `steps` steps from what a checkpoint has, cut.
+
+        `tensors` belong to the worker from now on.
+        """
         snapshot.restore(tensors, self.parameters, snapshot.buffers_of(self.stage), None)
         self.optimizer.restore(tensors)
+        compression.restore(self.reducer, tensors, steps)
 
     def close(self) -> None:
         """End the summing thread; free what the backend holds.  All ranks together."""
