@@ -6,12 +6,14 @@ from checkpoints import assert_same_bits
 from shards import Mixed, on_ranks, settings, state
 from torch import nn
 
-from hpc_train.comm.loopback import LoopbackCollective
+from hpc_train.comm.loopback import LoopbackCollective, run_ranks
 from hpc_train.errors import UserError
 from hpc_train.gradients.buckets import make_buckets
 from hpc_train.pipeline.layers import LayerSpec
 from hpc_train.tasks.regression import Regression
+from hpc_train.training.parity import compare
 from hpc_train.training.sharded import ShardedOptimizer, divide
+from hpc_train.training.worker import Layout
 
 ADAMW, SGD = ({"name": "adamw"}, {"name": "sgd"})
 
@@ -128,6 +130,21 @@ def test_lossy_wires_leave_all_replicas_with_the_same_bits(wire):
         assert outcomes == lossy[0][1]
         assert outcomes[-1].grad_norm == pytest.approx(exact[1][-1].grad_norm, rel=2e-2)
     assert any(not torch.equal(exact[0][name], p) for name, p in lossy[0][0].items())
+
+
+@pytest.mark.parametrize("wire", ["fp32", "fp16"])
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize(("num_ranks", "stages"), [(3, 1), (4, 2)])
+def test_parity_with_plain_pytorch(num_ranks, stages, wire, feedback):
+    task = Regression(samples=40, inputs=6, hidden=48, depth=3)
+    chosen = settings(True, stages=stages, wire=wire, error_feedback=feedback, optimizer={"clip_norm": 0.1})
+
+    def body(world):
+        return compare(chosen, task, world, Layout(chosen, task, world), steps=3)
+
+    differences, *_ = run_ranks(num_ranks, body)
+    assert [d.quantity for d in differences] == ["loss", "gradients", "parameters"]
+    assert all(difference.holds for difference in differences), differences
 
 
 def test_sums_after_backward_are_the_same():
