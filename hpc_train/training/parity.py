@@ -18,9 +18,11 @@ from hpc_train.comm.interface import ControlPlane, World
 from hpc_train.config import Settings
 from hpc_train.data.loader import to_device
 from hpc_train.data.sampler import Cursor, take
+from hpc_train.errors import UserError
 from hpc_train.grid import Grid
 from hpc_train.pipeline.layers import PlainModel
 from hpc_train.tasks.task import Task
+from hpc_train.training.compression import sum_method
 from hpc_train.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from hpc_train.training.worker import Layout, Worker
 
@@ -62,23 +64,65 @@ _ADAPTIVE = (
 _PROPORTIONAL = "updates are in proportion to gradients and differ as those do"
 
 
+_MOVED = "loss itself is fp32, of parameters that rounded gradients have moved"
+_SUMMED = "; the next step makes up for that, so gradients are added up over the steps and compared together"
+
+_COARSE = ("bf16", "int8")
+# By wire: limits of loss, gradients, parameters with AdamW and with SGD; why the first two.
+_LIMITS: dict[str, tuple[float, float, float, float, str, str]] = {
+    "fp32": (
+        *(1e-5, 1e-4, 1e-3, 1e-4),
+        "fp32 sums in another order",
+        "fp32 sums in another order, 1e-6 a step, growing from step to step",
+    ),
+    "fp16": (
+        *(1e-4, 2e-3, 2e-2, 2e-3),
+        _MOVED,
+        "fp16 keeps 11 bits: each contribution and the sum are rounded by up to 2^-11 = 4.9e-4",
+    ),
+    "bf16": (
+        *(1e-3, 5e-2, 1e-1, 1e-2),
+        _MOVED,
+        "bf16 keeps 8 bits: each contribution and the sum are rounded by up to 2^-8 = 3.9e-3; together, as "
+        "small ones of later steps differ by more where AdamW has moved parameters",
+    ),
+    "int8": (
+        *(2e-3, 1e-1, 4e-1, 1e-1),
+        _MOVED,
+        "int8 rounds by up to 2^-7 of the largest of 128 neighbours, and what is small beside it to zero",
+    ),
+}
+
+
 def tolerances(settings: Settings) -> dict[str, Tolerance]:
-    """What `loss`, `gradients` and `parameters` must meet with these settings."""
+    """What `loss`, `gradients` and `parameters` must meet with these settings.
+
+    Inside one host no wire rounds anything: there fp32's tolerances would do.
+    """
     adaptive = settings.optimizer.name == "adamw"
-    reason = _ADAPTIVE if adaptive else _PROPORTIONAL
-    if settings.gradients.wire == "fp16":
-        return {
-            "loss": Tolerance(1e-4, "loss itself is fp32, of parameters that rounded gradients have moved"),
-            "gradients": Tolerance(
-                2e-3, "fp16 keeps 11 bits: each contribution and the sum are rounded by up to 2^-11 = 4.9e-4"
-            ),
-            "parameters": Tolerance(2e-2 if adaptive else 2e-3, reason),
-        }
+    loss, gradients, adamw, sgd, why_loss, why_gradients = _LIMITS[settings.gradients.wire]
+    fed_back = sum_method(settings).error_feedback and settings.gradients.wire != "fp32"
     return {
-        "loss": Tolerance(1e-5, "fp32 sums in another order"),
-        "gradients": Tolerance(1e-4, "fp32 sums in another order, 1e-6 a step, growing from step to step"),
-        "parameters": Tolerance(1e-3 if adaptive else 1e-4, reason),
+        "loss": Tolerance(loss, why_loss),
+        "gradients": Tolerance(gradients, why_gradients + (_SUMMED if fed_back else "")),
+        "parameters": Tolerance(adamw if adaptive else sgd, _ADAPTIVE if adaptive else _PROPORTIONAL),
     }
+
+
+def check_comparable(settings: Settings, steps: int) -> None:
+    """Raise UserError where one step's gradient is not meant to be that of plain PyTorch."""
+    gradients = settings.gradients
+    if gradients.local_steps > 1:
+        raise UserError(
+            f"parity compares every step with one model's, but with gradients.local_steps="
+            f"{gradients.local_steps} each replica has its own in between: set it to 1"
+        )
+    if gradients.compression == "powersgd" and steps > gradients.powersgd_warm_up_steps:
+        raise UserError(
+            f"parity compares the gradients of {steps} steps, but PowerSGD sends approximations after "
+            f"gradients.powersgd_warm_up_steps={gradients.powersgd_warm_up_steps}: set that to {steps}, or "
+            f"compare fewer steps"
+        )
 
 
 class PlainSide:
@@ -121,11 +165,16 @@ def compare(
     """Run `steps` steps both ways.  All ranks take part; rank 0 gets the differences, others None.
 
     `shares` gives each replica's samples of a batch; by default they are equal.
+
+    Raises:
+        UserError: the settings send approximations of gradients.
     """
+    check_comparable(settings, steps)
     dataset = task.dataset("train")
     worker = Worker(settings, task, world, layout)
     plain = PlainSide(settings, task, layout.device) if world.rank == 0 else None
     judge = _Judge(tolerances(settings))
+    sums = _Sums()
     start = _whole(worker.control, worker, lambda p: p)
     cursor = Cursor(0, 0)
     size = settings.batch.micro_batch
@@ -147,10 +196,16 @@ def compare(
             loss, expected = plain.step(everything, rate)
             where = f"step {step + 1}"
             judge.see("loss", relative(abs(outcome.loss - loss), abs(loss)), where)
-            judge.see_tensors("gradients", gradients, expected, where)
+            if worker.method.error_feedback:
+                sums.add(gradients, expected)
+                judge.see_together("gradients", sums.got, sums.expected, where)
+            elif settings.gradients.wire in _COARSE:
+                judge.see_together("gradients", gradients, expected, where)
+            else:
+                judge.see_tensors("gradients", gradients, expected, where)
             updates = {name: p.cpu() - start[name] for name, p in parameters.items()}
             names = dict(plain.model.named_parameters())
-            judge.see_updates(
+            judge.see_together(
                 "parameters", updates, {n: names[n].detach().cpu() - start[n] for n in updates}, where
             )
         progress(step + 1)
@@ -187,6 +242,21 @@ def relative(distance: float, size: float) -> float:
     return distance / size
 
 
+class _Sums:
+    """Gradients of both sides, added up over the steps, in fp64."""
+
+    def __init__(self) -> None:
+        self.got: dict[str, Tensor] = {}
+        self.expected: dict[str, Tensor] = {}
+
+    def add(self, got: Named, expected: Named) -> None:
+        """Add a step's."""
+        for total, step in ((self.got, got), (self.expected, expected)):
+            for name, tensor in step.items():
+                value = tensor.cpu().double()
+                total[name] = total[name] + value if name in total else value
+
+
 class _Judge:
     """Keeps the largest difference of each quantity."""
 
@@ -216,9 +286,9 @@ class _Judge:
             size = max(float(reference.norm()), 1e-3 * whole)
             self.see(quantity, relative(distance, size), f"{where}, {name}")
 
-    def see_updates(self, quantity: str, got: Named, expected: Named, where: str) -> None:
-        """The distance of all that was added to the parameters since the start, relative to its norm."""
-        flat = torch.cat([expected[name].flatten().double() for name in sorted(expected)])
+    def see_together(self, quantity: str, got: Named, expected: Named, where: str) -> None:
+        """The distance of all tensors as one vector, relative to its norm."""
+        flat = torch.cat([expected[name].cpu().flatten().double() for name in sorted(expected)])
         mine = torch.cat([got[name].flatten().double() for name in sorted(expected)])
         self.see(quantity, relative(float((mine - flat).norm()), float(flat.norm())), where)
 
@@ -235,7 +305,7 @@ def render(settings: Settings, grid: Grid, steps: int, differences: Sequence[Dif
     """A table of the differences with their tolerances and the reasons for these."""
     lines = [
         f"{grid.replicas} replicas x {grid.stages} stages against plain PyTorch: {steps} steps of "
-        f"{settings.batch.size} samples, {settings.gradients.wire} wire, {settings.pipeline.schedule}",
+        f"{settings.batch.size} samples, {sum_method(settings)}, {settings.pipeline.schedule}",
         f"{'largest relative difference of':<32}{'is':>9}{'allowed':>10}",
     ]
     for d in differences:

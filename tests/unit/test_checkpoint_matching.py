@@ -71,6 +71,15 @@ def test_optimizer_state_of_another_shape_is_not_used():
     assert usable(HELD, wanted) == (["layers.0.bias"], ["layers.0.bias"])
 
 
+def test_what_sums_remember_is_used_where_it_fits_and_is_no_reason_to_refuse():
+    held = HELD | {"residual/layers.0.weight": (4, 3), "powersgd/layers.0.weight": (3, 2)}
+    wanted = {"layers.0.weight": (4, 3), "layers.0.bias": (4,), "residual/layers.0.weight": (4, 3)}
+    wanted |= {"residual/layers.0.bias": (4,), "powersgd/layers.0.weight": (3, 4)}
+    assert mismatch(held, wanted) == mismatch(HELD, wanted) == mismatch(held, ADAM) == ""
+    assert usable(held, wanted) == (["layers.0.weight", "layers.0.bias", "residual/layers.0.weight"], [])
+    assert usable(HELD, wanted) == (["layers.0.weight", "layers.0.bias"], [])
+
+
 def test_optimizer_state_that_nobody_wants_is_not_read():
     assert usable(HELD, {"layers.0.bias": (4,)}) == (["layers.0.bias"], [])
 

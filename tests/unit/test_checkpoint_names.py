@@ -3,12 +3,15 @@
 import pytest
 
 from hpc_train.checkpoint.names import (
+    basis_name,
     group_file,
     is_model,
     is_ours,
     layer_of,
     optimizer_name,
+    residual_name,
     split_optimizer_name,
+    split_sum_name,
     step_directory,
     step_of,
 )
@@ -33,14 +36,20 @@ def test_other_directories_are_of_no_step(name):
 
 @pytest.mark.parametrize(
     ("name", "layer"),
-    [("layers.0.weight", 0), ("layers.12.a.b.c", 12), ("optimizer/layers.3.weight/exp_avg", 3)],
+    [
+        ("layers.0.weight", 0),
+        ("layers.12.a.b.c", 12),
+        ("optimizer/layers.3.weight/exp_avg", 3),
+        ("residual/layers.4.weight", 4),
+        ("powersgd/layers.5.weight", 5),
+    ],
 )
 def test_state_tells_its_layer(name, layer):
     assert layer_of(name) == layer
 
 
 @pytest.mark.parametrize(
-    "name", ["weight", "layers.x.weight", "layers.3", "stage.layers.3.weight", "optimizer/a/b"]
+    "name", ["weight", "layers.x.weight", "layers.3", "stage.layers.3.weight", "optimizer/a/b", "residual/a"]
 )
 def test_state_of_no_layer_is_refused_by_name(name):
     with pytest.raises(ValueError, match=f"named by layer.*'{name}' is not"):
@@ -54,7 +63,16 @@ def test_optimizer_state_is_named_after_its_parameter():
     assert not is_model(name)
 
 
+@pytest.mark.parametrize(("name_of", "is_residual"), [(residual_name, True), (basis_name, False)])
+def test_what_sums_remember_is_named_after_its_parameter(name_of, is_residual):
+    name = name_of("layers.3.weight")
+    assert split_sum_name(name) == ("layers.3.weight", is_residual)
+    assert split_optimizer_name(name) is None
+    assert not is_model(name)
+
+
 def test_a_parameter_is_no_optimizer_state():
+    assert split_sum_name("layers.3.weight") is None
     assert split_optimizer_name("layers.3.weight") is None
     assert is_model("layers.3.weight")
 

@@ -90,6 +90,23 @@ def test_a_sharded_optimizer_needs_whole_sums_every_step(file, other):
     load(file, [other])
 
 
+@pytest.mark.parametrize(
+    ("other", "fix"),
+    [
+        ("gradients.wire=fp16", "set it to fp32"),
+        ("gradients.compression=powersgd", "set it to none"),
+        ("gradients.tune=true", "set it to false"),
+    ],
+)
+def test_local_steps_send_no_gradients_that_could_be_made_smaller(file, other, fix):
+    text = refusal(file, "gradients.local_steps=8", other)
+    assert other in text
+    assert "gradients.local_steps=8" in text
+    assert fix in text
+    load(file, ["gradients.local_steps=8"])
+    load(file, ["gradients.local_steps=1", other])
+
+
 def test_a_file_that_is_not_there(tmp_path):
     assert "no such file" in refusal(tmp_path / "none.toml")
 

@@ -64,13 +64,14 @@ def test_the_environment_names_versions_world_and_hosts(tmp_path, monkeypatch):
     def body(world):
         world.host = f"node{world.rank // 2}"
         directory = RunDirectory(tmp_path / "run", writer=world.rank == 0)
-        directory.start(SETTINGS, world, 0)
+        directory.start(SETTINGS, world, 0, gradient_sums=["fp16 wire", "measured"])
         directory.record({"step": 1, "rank": world.rank})
         directory.close()
 
     run_ranks(4, body)
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert environment["hosts"] == {"node0": [0, 1], "node1": [2, 3]}
+    assert environment["gradient_sums"] == ["fp16 wire", "measured"]
     assert environment["world"]["backend"] == "loopback"
     assert environment["command"] == ["hpc-train", "train", "x.toml"]
     assert {"python", "torch", "hpc_train", "numpy", "mpi4py"} == environment["versions"].keys()

@@ -49,6 +49,17 @@ def test_plain_lines_are_five_seconds_apart_and_the_last_is_shown(capsys, clock)
     assert lines[0] == "step   1/100  loss 2.3457  12,346 samples/s  grad norm 0.123  lr 1.00e-03"
 
 
+@pytest.mark.parametrize(
+    ("share", "text"), [(0.834, "  sums 83% hidden"), (0.0, "  sums 0% hidden"), (None, "")]
+)
+def test_the_share_of_hidden_sums_is_shown_where_there_are_any(capsys, share, text):
+    with Progress(total=1, shown=True, columns=0) as shown:
+        shown.step(metrics(1, hidden_share=share))
+    assert capsys.readouterr().out.splitlines() == [
+        f"step 1/1  loss 2.3457  12,346 samples/s  grad norm 0.123  lr 1.00e-03{text}"
+    ]
+
+
 def test_plain_output_holds_no_escape_codes_and_long_lines_stay_whole(capsys):
     path = "runs/" + "deep/" * 60
     with Progress(total=5, shown=True, columns=0) as shown:

@@ -9,6 +9,7 @@ import torch
 
 from hpc_train.comm.loopback import run_ranks
 from hpc_train.config import Settings
+from hpc_train.errors import UserError
 from hpc_train.grid import Grid
 from hpc_train.tasks.regression import Regression
 from hpc_train.training.parity import (
@@ -119,14 +120,16 @@ def test_a_tensor_on_one_side_only_does_not_hold(names):
     assert seen.where == f"step 1: only one side has {'b' if 'b' not in names else 'c'}"
 
 
-def test_updates_are_measured_together():
+def test_tensors_are_measured_together():
     judge = _Judge(LIMITS)
     expected = {"a": torch.tensor([[3.0]]), "b": torch.tensor([0.0, 4.0])}
-    judge.see_updates("loss", {"b": torch.tensor([0.0, 4.0]), "a": torch.tensor([[3.5]])}, expected, "step 2")
+    judge.see_together(
+        "loss", {"b": torch.tensor([0.0, 4.0]), "a": torch.tensor([[3.5]])}, expected, "step 2"
+    )
     assert judge.differences[0].largest == pytest.approx(0.1)
     judge = _Judge(LIMITS)
     zero = {"a": torch.zeros(2)}
-    judge.see_updates("loss", zero, zero, "step 1")  # a learning rate of zero moves nothing on either side
+    judge.see_together("loss", zero, zero, "step 1")  # a learning rate of zero moves nothing on either side
     assert judge.differences[0].largest == 0
 
 
@@ -186,6 +189,44 @@ def test_grids_hold_in_one_process(replicas, stages, wire):
     differences = compared(chosen, replicas * stages, progress=seen.append)
     assert all(difference.holds for difference in differences.values()), differences
     assert sorted(seen) == sorted([1, 2, 3] * replicas * stages)
+
+
+COMPRESSED = {
+    "bf16": {"wire": "bf16"},
+    "bf16 with feedback": {"wire": "bf16", "error_feedback": True},
+    "int8": {"wire": "int8"},
+    "warm-up of PowerSGD": {"compression": "powersgd", "powersgd_warm_up_steps": 3},
+    "and in fp16": {"compression": "powersgd", "powersgd_warm_up_steps": 3, "wire": "fp16"},
+}
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("gradients", COMPRESSED.values(), ids=COMPRESSED.keys())
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_every_compression_holds_within_its_own_tolerance(gradients, optimizer):
+    chosen = settings(gradients=gradients, optimizer={"name": optimizer, "clip_norm": 0.1})
+    differences = compared(chosen, 3)
+    assert all(difference.holds for difference in differences.values()), differences
+    if "wire" in gradients:  # and they did travel in few bits
+        assert differences["gradients"].largest > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("gradients", "words"),
+    [
+        ({"local_steps": 4}, "gradients.local_steps=4 each replica has its own"),
+        ({"compression": "powersgd", "powersgd_warm_up_steps": 2}, "of 3 steps, but PowerSGD sends"),
+    ],
+)
+def test_what_is_no_gradient_of_the_step_is_refused(gradients, words):
+    chosen = settings(gradients=gradients)
+
+    def body(world):
+        with pytest.raises(UserError, match=words) as caught:
+            compare(chosen, TASK, world, Layout(chosen, TASK, world), 3)
+        return "\n" not in str(caught.value)
+
+    assert all(run_ranks(2, body))
 
 
 @pytest.mark.usefixtures("threads")
