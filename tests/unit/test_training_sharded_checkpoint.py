@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from checkpoints import assert_same_bits
-from shards import on_ranks, settings, state
+from shards import Mixed, on_ranks, settings, state
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +101,25 @@ def test_a_replica_reads_the_state_of_its_pieces_alone(tmp_path):
     assert set.union(*parts) == {
         name for name in state(1, lambda run: run.train(1), settings(False)) if name.startswith("optimizer/")
     }
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_residuals_of_lossy_sums_go_along(tmp_path, wire):
+    lossy = {"wire": wire, "error_feedback": True}
+
+    def save_and_go_on(run):
+        run.train(3).save(tmp_path)
+        run.train(2)
+
+    unbroken = state(3, save_and_go_on, settings(True, **lossy))
+    residuals = [tensor for name, tensor in unbroken.items() if name.startswith("residual/")]
+    assert len(residuals) == sum(p.requires_grad for p in Mixed().plain_model().parameters())
+    assert sum(float(tensor.abs().sum()) for tensor in residuals) > 0
+    resumed = state(3, lambda run: run.load(tmp_path).train(2), settings(True, **lossy))
+    assert_same_bits(resumed, unbroken)
+    for num_ranks, sharded in ((2, True), (2, False)):
+        loaded = state(num_ranks, lambda run: run.load(tmp_path), settings(sharded, **lossy))
+        assert loaded.keys() == unbroken.keys()
 
 
 def test_state_that_is_not_there_yet_is_what_torch_begins_with(tmp_path):
