@@ -1,140 +1,136 @@
-"""One training step of the demo's model: hpc_train beside DistributedDataParallel on Gloo.
+"""One training step over slow links: hpc_train beside DistributedDataParallel and Horovod.
 
-    python benchmarks/train-step/main.py [--ranks 2] [--steps 40] [--short]
+    python benchmarks/train-step/main.py [--short] [--case transformer]
 
-Starts its ranks itself.  See README.md for what is measured.
+See README.md for what is measured.
 """
 
-import argparse
-import os
-import subprocess
+import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-TOP = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(TOP))
+import psutil  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from models import MODELS, batch  # noqa: E402
+from steps import POWERSGD, POWERSGD_WARM_UP_STEPS, Steps  # noqa: E402
 
-from benchmarks.records import Record, record, table, with_ratios, write  # noqa: E402
-from hpc_train.comm.connect import connect  # noqa: E402
-from hpc_train.comm.interface import World  # noqa: E402
-from hpc_train.comm.rendezvous import open_store  # noqa: E402
-from hpc_train.config import Settings, load  # noqa: E402
-from hpc_train.data.sampler import Cursor, take  # noqa: E402
-from hpc_train.launch.identity import find  # noqa: E402
-from hpc_train.launch.launcher import command  # noqa: E402
-from hpc_train.tasks.find import load_task  # noqa: E402
-from hpc_train.tasks.task import Task  # noqa: E402
-from hpc_train.training.optimizer import make_optimizer  # noqa: E402
-from hpc_train.training.worker import Layout, Worker  # noqa: E402
+from benchmarks import conductor  # noqa: E402
+from benchmarks.conductor import Place, Session  # noqa: E402
+from benchmarks.peers.gloo import start_default_group  # noqa: E402
+from benchmarks.peers.horovod import Horovod, Setting, why_not  # noqa: E402
+from benchmarks.peers.openmpi import DEFAULT, RING, OpenMpi  # noqa: E402
+from benchmarks.records import OURS, Record, Role, record, size  # noqa: E402
+from hpc_train.bench.turns import Contestant, rounds_within, take_turns, try_once  # noqa: E402
 
-Batch = tuple[Any, Any]
-LEARNING_RATE = 1e-4
-
-
-def ours(settings: Settings, task: Task, world: World) -> Callable[[Batch], None]:
-    """A step as the trainer makes it: backward, agreement, clipping, update."""
-    worker = Worker(settings, task, world, Layout(settings, task, world))
-
-    def step(batch: Batch) -> None:
-        worker.update(worker.backward([batch], settings.batch.size), LEARNING_RATE)
-
-    return step
-
-
-def ddp(settings: Settings, task: Task, world: World, fp16: bool) -> Callable[[Batch], None]:
-    """The same step with DistributedDataParallel, its gradients as views of its buckets."""
-    model = torch.nn.parallel.DistributedDataParallel(
-        task.plain_model(settings.seed), gradient_as_bucket_view=True, broadcast_buffers=False
-    )
-    if fp16:
-        model.register_comm_hook(None, fp16_compress_hook)
-    optimizer = make_optimizer(settings.optimizer, model.parameters())
-    assert optimizer is not None
-
-    def step(batch: Batch) -> None:
-        optimizer.zero_grad()
-        loss = task.loss(model(batch[0]), batch[1]).mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.optimizer.clip_norm)
-        float(loss)  # hpc_train's step knows its loss, too
-        optimizer.step()
-
-    return step
+RATE_MBIT = 200
+OVER_LINKS = Place(4, 1, RATE_MBIT)
+ONE_HOST = Place(1, 2)
+CASES = {
+    "transformer": OVER_LINKS,
+    "embedding": OVER_LINKS,
+    "transformer, one host": ONE_HOST,
+}
+SHORT_CASES = ["transformer", "embedding"]
+SAMPLES_A_RANK = 2
+ALONE = "no communication"
+_WIRES = ("fp32", "fp16", "bf16", "int8", POWERSGD)
+_CYCLES_MS = (1.0, 5.0)  # of Horovod; 1 is its default
+_NUM_BATCHES = 4
+_SECONDS = {False: 600.0, True: 80.0}  # --short or not
+_ROUNDS = {False: (5, 40), True: (3, 10)}
+_COPIES_OF_A_MODEL = 4.5  # weights, gradients, two of AdamW, and something for residuals and buffers
 
 
-def measure(world: World, steps: int, threads: int) -> list[Record]:
-    """Strictly alternating: every implementation makes one step, then the next round begins."""
-    torch.set_num_threads(threads)
-    base = ["grid.stages=1", f"batch.micro_batch={-(-32 // world.size)}", "batch.size=32"]
-    settings = {
-        wire: load(TOP / "examples" / "bytelm.toml", [*base, f"gradients.wire={wire}"])
-        for wire in ("fp32", "fp16")
-    }
-    task = load_task(settings["fp32"].task, settings["fp32"].task_options)
-    dist.init_process_group(
-        "gloo", store=open_store(world.control, world.host), rank=world.rank, world_size=world.size
-    )
-    impls = {
-        ("hpc_train", "fp32"): ours(settings["fp32"], task, world),
-        ("ddp gloo", "fp32"): ddp(settings["fp32"], task, world, fp16=False),
-        ("hpc_train", "fp16"): ours(settings["fp16"], task, world),
-        ("ddp gloo", "fp16"): ddp(settings["fp32"], task, world, fp16=True),
-    }
-    num_bytes = 4 * sum(p.numel() for p in task.plain_model().parameters())
-    dataset = task.dataset("train")
-    times: dict[tuple[str, str], list[float]] = {key: [] for key in impls}
-    cursor = Cursor(0, 0)
-    warm_up = 3
-    for number in range(warm_up + steps):
-        chosen = take(len(dataset), 0, cursor, 32, [1] * world.size)
-        cursor = chosen.next
-        batch = torch.utils.data.default_collate([dataset[int(i)] for i in chosen.indices[world.rank]])
-        for key, step in impls.items():
-            world.control.barrier()
-            began = time.perf_counter()
-            step(batch)
-            took = time.perf_counter() - began
-            slowest = max(float(text) for text in world.control.all_gather(repr(took).encode()))
-            if number >= warm_up:
-                times[key].append(slowest)
-        if world.rank == 0 and number % 10 == 0:
-            print(f"round {number} of {warm_up + steps}", file=sys.stderr, flush=True)
-    case = f"bytelm, {world.size} ranks"
-    return with_ratios(
-        [record(case, impl, wire, num_bytes, raw, impl != "hpc_train") for (impl, wire), raw in times.items()]
-    )
-
-
-def main() -> None:
-    """Start the ranks, or be one of them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--threads", type=int, default=1, help="torch threads of a rank")
-    parser.add_argument("--short", action="store_true", help="10 steps")
-    parser.add_argument("--out", type=Path, default=TOP / "benchmarks" / "results" / "train-step.json")
-    args = parser.parse_args()
-    if find(os.environ) is None:
-        line = command(args.ranks, None, sys.argv[1:], program=[__file__])
-        sys.exit(subprocess.run(line.argv, env={**os.environ, **line.environment}).returncode)
-    world = connect("mpi")
-    records = measure(world, 10 if args.short else args.steps, args.threads)
-    if world.rank == 0:
-        print(table(records))
-        write(args.out, records, world=world.describe())
-        print(f"raw numbers: {args.out}")
+def measure(session: Session) -> list[Record]:
+    """One model's steps, on each of the ranks of a case."""
+    torch.set_num_threads(1)
+    world = session.world
+    task = MODELS[session.case.split(",")[0]]()
+    batches = [batch(task, n, world.rank, world.size, SAMPLES_A_RANK) for n in range(_NUM_BATCHES)]
+    steps = Steps(world, task, batches)
+    num_bytes = 4 * steps.num_parameters()
+    if reason := _too_little_memory(session, num_bytes):
+        session.skip("all", reason)
+        return []
+    start_default_group(world)
+    mpi = OpenMpi()
+    entries: list[tuple[Contestant, dict[str, Any]]] = [
+        (steps.ddp("fp32"), {}),  # first: the others' gradients are compared with its own
+        (steps.ddp("fp16"), {}),
+        (steps.ddp(POWERSGD), {}),
+        *((steps.ours(wire), {}) for wire in _WIRES),
+        (steps.alone(ALONE), {}),
+    ]
+    round_s = try_once(world.control, [one for one, _ in entries])
+    if reason := why_not():
+        session.skip("Horovod", reason)
+    else:
+        entries += _horovod(session, steps, Horovod(world.control, mpi))
+    warm = [one for one, _ in entries if one.wire == POWERSGD]
+    take_turns(world.control, warm, POWERSGD_WARM_UP_STEPS)
+    rounds = rounds_within(_SECONDS[session.short], round_s * 1.3, *_ROUNDS[session.short])
+    session.note(f"{size(num_bytes)} of gradients: {rounds} rounds, about {rounds * round_s * 1.3:.0f} s")
+    raw_s: list[list[float]] = [[] for _ in entries]
+    for number in range(rounds):
+        for times, more in zip(raw_s, take_turns(world.control, [one for one, _ in entries], 1), strict=True):
+            times += more
+        session.note(f"round {number + 1} of {rounds}")
+    steps.close()
+    mpi.close()
     dist.destroy_process_group()
-    world.close()
+    return _records(session, entries, raw_s, num_bytes)
+
+
+def _horovod(session: Session, steps: Steps, horovod: Horovod) -> list[tuple[Contestant, dict[str, Any]]]:
+    """Horovod's two wires at the setting that is fastest for fp32."""
+    control = session.world.control
+    settings = [*(Setting(cycle_ms, RING) for cycle_ms in _CYCLES_MS), Setting(_CYCLES_MS[0], DEFAULT)]
+    tried = steps.horovod(horovod, "fp32", settings)
+    try_once(control, tried[:1])
+    times = [own[0] for own in take_turns(control, tried, rounds=1)]
+    text = ", ".join(
+        f"{setting.cycle_ms} {setting.algorithm.name} {took:.2f}"
+        for setting, took in zip(settings, times, strict=True)
+    )
+    session.note(f"Horovod's cycles in ms and algorithms, seconds of a step: {text}")
+    best = times.index(min(times))
+    chosen = {"cycle_ms": settings[best].cycle_ms, "algorithm": settings[best].algorithm.name}
+    (fp16,) = steps.horovod(horovod, "fp16", [settings[best]])
+    try_once(control, [fp16])
+    return [(tried[best], dict(chosen)), (fp16, dict(chosen))]
+
+
+def _records(
+    session: Session,
+    entries: Sequence[tuple[Contestant, dict[str, Any]]],
+    raw_s: Sequence[Sequence[float]],
+    num_bytes: int,
+) -> list[Record]:
+    """`exposed_s`: what a step takes longer than one that sends nothing, which is also its limit."""
+    medians = [statistics.median(raw) for raw in raw_s]
+    alone_s = next(m for (one, _), m in zip(entries, medians, strict=True) if one.impl == ALONE)
+    records = []
+    for (one, detail), raw, median_s in zip(entries, raw_s, medians, strict=True):
+        role: Role = "ours" if one.impl == OURS else "reference" if one.impl == ALONE else "peer"
+        detail["exposed_s"] = median_s - alone_s
+        detail["samples_per_s"] = SAMPLES_A_RANK * session.world.size / median_s
+        records.append(record(session.case, one.impl, one.wire, num_bytes, raw, role, alone_s, **detail))
+    return records
+
+
+def _too_little_memory(session: Session, num_bytes: int) -> str | None:
+    """All contestants' models stand in memory at once, on all ranks of this machine."""
+    wanted = int((len(_WIRES) + 6) * _COPIES_OF_A_MODEL * num_bytes * session.world.size)
+    free = psutil.virtual_memory().available
+    if all(flag == b"1" for flag in session.world.control.all_gather(b"1" if wanted < free else b"0")):
+        return None
+    return f"needs about {size(wanted)} of memory, and {size(free)} are free"
 
 
 if __name__ == "__main__":
-    main()
+    conductor.main(__doc__ or "", "train-step", CASES, measure, SHORT_CASES)

@@ -1,0 +1,1 @@
+"""What a user of PyTorch on MPI would use instead, each at its best settings."""
