@@ -141,6 +141,8 @@ class Trainer:
     def step(self, report: Report | None) -> tuple[Plan, Report, float]:
         """One step: what the coordinator planned, this rank's report of it, and the batch's mean loss."""
         began = time.perf_counter()
+        watch = self.worker.stopwatch
+        watch.reset()  # evaluation and saving belong to no step
         plan = self.coordinator.exchange(report)
         batch = self.train_data.take(self.cursor, plan)
         mine = batch.indices[self.place.replica]
@@ -158,7 +160,6 @@ class Trainer:
         self.done = plan.step
         self.samples += batch.size
         self.train_data.prefetch(self.cursor, plan, self.place.replica)
-        watch = self.worker.stopwatch
         report = Report(
             rank=self.control.rank,
             step=plan.step,
@@ -170,7 +171,6 @@ class Trainer:
             finite=outcome.finite,
             signal=self.signal.seen,
         )
-        watch.reset()
         time_s = time.perf_counter() - began
         line = {
             "step": plan.step,

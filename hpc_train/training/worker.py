@@ -184,6 +184,8 @@ class Worker:
         `micro_batches` are this replica's share, as (input, target) pairs; it may be empty.
         """
         local = self.average is not None
+        if self.average is not None:
+            self.average.spent_s = 0.0  # a mean for evaluation or a checkpoint belongs to no step
         self._own_samples = own_samples
         self.reducer.begin(passes=len(micro_batches))
         loss = self.pipeline.run(micro_batches, scale=1 / (max(1, own_samples) if local else batch_size))
@@ -239,7 +241,7 @@ class Worker:
         With local steps, of the mean of the parameters, which nothing hides.
         """
         if self.average is not None:
-            spent_s, self.average.spent_s = self.average.spent_s, 0.0
+            spent_s = self.average.spent_s
             return _times(spent_s, spent_s, 0.0 if spent_s else None)
         return _times(self.reducer.summed_s, self.reducer.exposed_s, self.reducer.hidden_share)
 

@@ -184,6 +184,7 @@ def test_times_are_those_of_the_mean_and_nothing_hides_it():
         before = worker.sum_times()
         worker.average_parameters()
         after = worker.sum_times()
+        worker.backward(micro_batches(pair), 8, own_samples=4)
         worker.close()
         return worker.about_sums(), before, after, worker.sum_times()
 
