@@ -201,6 +201,15 @@ def _check_together(settings: Settings) -> None:
             f"optimizer.sharded=true shares the update of every step, but with gradients.local_steps="
             f"{gradients.local_steps} each replica makes its own: set one of them to false or 1"
         )
+    if settings.optimizer.sharded and gradients.tune:
+        raise UserError(
+            "gradients.tune=true changes buckets, and optimizer.sharded=true shares the optimizer's state by "
+            "buckets: set one of them to false"
+        )
+    if gradients.tune_wires and not gradients.tune:
+        raise UserError(
+            f"gradients.tune_wires={','.join(gradients.tune_wires)} are tried by gradients.tune=true only"
+        )
     if settings.optimizer.sharded and gradients.compression != "none":
         raise UserError(
             f"optimizer.sharded=true sums shards of gradients, but gradients.compression="

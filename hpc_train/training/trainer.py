@@ -36,6 +36,7 @@ from hpc_train.observe.metrics import RunDirectory
 from hpc_train.observe.progress import Progress
 from hpc_train.tasks.task import Task
 from hpc_train.training.optimizer import learning_rate
+from hpc_train.training.tuning import Tuning
 from hpc_train.training.worker import Layout, Worker
 
 
@@ -100,6 +101,10 @@ class Trainer:
         self._evaluation: dict[str, float] = {}
         if resume != "never":
             self._resume("auto" if resume == "auto" else Path(resume))
+        self.tuning: Tuning | None = None
+        if settings.gradients.tune and self.replicas > 1:
+            first = self.done + 1
+            self.tuning = Tuning(settings.gradients, first, self.worker.sum_by, self.progress.note)
         self.coordinator = Coordinator(self.control, self._first_plan(), self._policies())
         about = self.worker.about_sums()
         self.run.start(settings, world, resumed_at=self.done, gradient_sums=about)
@@ -115,6 +120,8 @@ class Trainer:
             SaveEvery(self.settings.checkpoint.every, self.settings.train.steps),
             StopOnSignal(),
         ]
+        if self.tuning is not None:
+            policies.append(self.tuning.policy)
         return policies if self._stop_at is None else [*policies, StopAt(self._stop_at)]
 
     def fit(self) -> Result:
@@ -144,6 +151,8 @@ class Trainer:
         watch = self.worker.stopwatch
         watch.reset()  # evaluation and saving belong to no step
         plan = self.coordinator.exchange(report)
+        if self.tuning is not None:
+            self.tuning.follow(plan)
         batch = self.train_data.take(self.cursor, plan)
         mine = batch.indices[self.place.replica]
         micro_batches = self.train_data.load(mine, self.cursor.epoch)

@@ -16,7 +16,7 @@ from torch import Tensor
 from hpc_train.checkpoint import snapshot
 from hpc_train.checkpoint.names import split_optimizer_name
 from hpc_train.comm.interface import Collective, PeerLink, World
-from hpc_train.config import Settings
+from hpc_train.config import GradientSettings, Settings
 from hpc_train.errors import UserError
 from hpc_train.gradients.parameter_average import ParameterAverage
 from hpc_train.gradients.reducer import Reducer
@@ -151,19 +151,14 @@ class Worker:
         )
         self.collective: Collective = world.collective(layout.grid, self.device)
         self.replicas = layout.grid.replicas
+        self._settings = settings
         self.method = compression.sum_method(settings)
         self.average: ParameterAverage | None = None
         if settings.gradients.local_steps > 1 and self.replicas > 1:
             self.average = ParameterAverage(
                 _floating(self.stage), self.collective, settings.gradients.bucket_bytes
             )
-        self.reducer = Reducer(
-            list(self.parameters.items()),
-            self.collective if self.average is None else None,
-            self.method,
-            settings.gradients.bucket_bytes,
-            settings.gradients.overlap,
-        )
+        self.reducer = self._make_reducer()
         self._own_samples = 0
         self._losses_before = replace(self.collective.losses)
         self.optimizer: WholeOptimizer | ShardedOptimizer
@@ -173,6 +168,27 @@ class Worker:
             self.optimizer = WholeOptimizer(
                 settings.optimizer, self.parameters, speaks=self.place.replica == 0
             )
+
+    def _make_reducer(self) -> Reducer:
+        return Reducer(
+            list(self.parameters.items()),
+            self.collective if self.average is None else None,
+            self.method,
+            self._settings.gradients.bucket_bytes,
+            self._settings.gradients.overlap,
+        )
+
+    def sum_by(self, gradients: GradientSettings) -> None:
+        """From the next step on, sum gradients as these settings say.  All ranks together, between steps.
+
+        What error feedback owes goes over to the new sums, if they have error feedback too.
+        """
+        owed, bases, steps = self.reducer.settle(), self.reducer.bases(), self.reducer.steps
+        self.reducer.close()
+        self._settings = self._settings.model_copy(update={"gradients": gradients})
+        self.method = compression.sum_method(self._settings)
+        self.reducer = self._make_reducer()
+        self.reducer.resume(owed, bases, steps)
 
     def backward(
         self, micro_batches: Sequence[tuple[Any, Any]], batch_size: int, own_samples: int = 0
