@@ -1,4 +1,4 @@
-"""`gradients.tune` on several ranks: ways are tried, one is kept, and the model is the one of any other run."""
+"""`gradients.tune` on several ranks: ways are tried, one is kept, the model is that of any other run."""
 
 from test_train import metrics, train
 
