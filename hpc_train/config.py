@@ -201,11 +201,6 @@ def _check_together(settings: Settings) -> None:
             f"optimizer.sharded=true shares the update of every step, but with gradients.local_steps="
             f"{gradients.local_steps} each replica makes its own: set one of them to false or 1"
         )
-    if settings.optimizer.sharded and gradients.tune:
-        raise UserError(
-            "gradients.tune=true changes buckets, and optimizer.sharded=true shares the optimizer's state by "
-            "buckets: set one of them to false"
-        )
     if gradients.tune_wires and not gradients.tune:
         raise UserError(
             f"gradients.tune_wires={','.join(gradients.tune_wires)} are tried by gradients.tune=true only"

@@ -189,6 +189,7 @@ class Worker:
         self.method = compression.sum_method(self._settings)
         self.reducer = self._make_reducer()
         self.reducer.resume(owed, bases, steps)
+        self.optimizer = self.optimizer.moved_to(self.reducer.buckets)
 
     def backward(
         self, micro_batches: Sequence[tuple[Any, Any]], batch_size: int, own_samples: int = 0

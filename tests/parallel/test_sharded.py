@@ -53,3 +53,18 @@ def test_resumed_with_other_shards_as_if_never_stopped(mpirun, unbroken, tmp_pat
     losses = {line["step"]: line["loss"] for line in metrics(run_dir)}
     assert losses == {step: pytest.approx(whole[step], rel=1e-5) for step in range(1, 9)}
     assert_same_model(exported(run_dir, tmp_path), exported(unbroken, tmp_path))
+
+
+def test_buckets_may_be_tuned(mpirun, tmp_path):
+    """Trials of other buckets move the state with them, also between hosts and on a lossy wire."""
+    plain, tuned = tmp_path / "plain", tmp_path / "tuned"
+    run = ["train.steps=45", "checkpoint.every=0"]
+    done = mpirun(3, train("regression", *run, "--run-dir", plain, small=()), timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    more = [*run, SHARDED, "gradients.tune=true", 'gradients.tune_wires=["int8"]', "--run-dir", tuned]
+    env = {"HPC_TRAIN_RANKS_A_HOST": "1"}
+    done = mpirun(3, train("regression", *more, small=()), timeout_s=120, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gradients tuned:" in done.stdout
+    for one, other in zip(metrics(plain), metrics(tuned), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=0.02, abs=2e-3)

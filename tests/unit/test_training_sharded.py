@@ -8,11 +8,10 @@ from torch import nn
 
 from hpc_train.comm.loopback import LoopbackCollective, run_ranks
 from hpc_train.errors import UserError
-from hpc_train.gradients.buckets import make_buckets
 from hpc_train.pipeline.layers import LayerSpec
 from hpc_train.tasks.regression import Regression
 from hpc_train.training.parity import compare
-from hpc_train.training.sharded import ShardedOptimizer, divide
+from hpc_train.training.sharded import divide
 from hpc_train.training.worker import Layout
 
 ADAMW, SGD = ({"name": "adamw"}, {"name": "sgd"})
@@ -230,24 +229,22 @@ def test_a_stage_without_anything_to_train():
     ]  # the model and bias's state, weight's state
 
 
-@pytest.mark.parametrize(("replicas", "optimizer"), [(2, ADAMW), (3, SGD)])
-def test_the_optimizer_moves_to_other_buckets(replicas, optimizer):
+@pytest.mark.parametrize("optimizer", [ADAMW, SGD])
+@pytest.mark.parametrize("bucket_bytes", [7_000, 1_000_000])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_the_optimizer_moves_to_other_buckets(replicas, bucket_bytes, optimizer):
+    """As `gradients.tune` wants it, in the middle of a run."""
+
     def body(run):
         run.train(2)
-        before = run.worker.optimizer
-        named = list(run.worker.parameters.items())
-        buckets = make_buckets(named, run.worker.collective, 7_000)
-        assert len(buckets) > len(run.worker.reducer.buckets)
-        moved = before.moved_to(buckets)
-        assert isinstance(moved, ShardedOptimizer)
-        assert moved.shapes() != before.shapes()
-        return {name: tensor.clone() for name, tensor in moved.take().items()}
+        buckets = len(run.worker.reducer.buckets)
+        other = settings(True, bucket_bytes=bucket_bytes).gradients
+        run.worker.sum_by(other)
+        assert replicas == 1 or len(run.worker.reducer.buckets) != buckets
+        run.train(2)
 
-    together = {}
-    for part in on_ranks(replicas, body, settings(True, optimizer=optimizer)):
-        together.update(part)
-    whole = state(replicas, lambda run: run.train(2), settings(False, optimizer=optimizer))
-    assert_same_bits(together, {n: t for n, t in whole.items() if n.startswith("optimizer/")})
+    whole, sharded = (state(replicas, body, settings(sh, optimizer=optimizer)) for sh in (False, True))
+    assert_same_bits(sharded, whole)
 
 
 def test_things_are_divided_evenly_whatever_their_order():
