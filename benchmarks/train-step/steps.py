@@ -26,7 +26,7 @@ POWERSGD = "powersgd"
 POWERSGD_RANK = 4
 POWERSGD_WARM_UP_STEPS = 2  # the least that DDP's hook takes; they send whole gradients
 # The hook's sums of two buckets begin in any order, another one on each rank, and Gloo mixes them up.
-_ONE_BUCKET_MB = 100_000
+_ONE_BUCKET_MB = 1_000
 LEARNING_RATE = 1e-4
 # How far the norm of the first step's gradient may be from DDP's in fp32; PowerSGD sends it whole.
 _NORM_TOLERANCE = {"fp32": 1e-4, "fp16": 2e-3, "bf16": 1e-2, "int8": 3e-2, POWERSGD: 1e-4}
@@ -64,7 +64,11 @@ class Steps:
 
     def ddp(self, wire: str) -> Contestant:
         """DistributedDataParallel, its gradients as views of its buckets."""
-        model = nn.parallel.DistributedDataParallel(self._task.plain_model(), gradient_as_bucket_view=True)
+        model = nn.parallel.DistributedDataParallel(
+            self._task.plain_model(),
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=_ONE_BUCKET_MB if wire == POWERSGD else None,
+        )
         if wire == "fp16":
             model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif wire == POWERSGD:
