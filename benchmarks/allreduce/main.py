@@ -24,8 +24,9 @@ from hpc_train.bench.turns import Contestant, rounds_within, slowest, take_turns
 RATE_MBIT = 200
 PLACES = [Place(1, 2), *(Place(hosts, ranks, RATE_MBIT) for hosts in (2, 4) for ranks in (1, 2))]
 CASES = {place.name: place for place in PLACES}
+SHORT_CASES = [PLACES[0].name, *(Place(4, ranks, RATE_MBIT).name for ranks in (1, 2))]
 SIZES = [2**10, 2**14, 2**18, 2**20, 2**22, 2**24, 2**26, 2**28]
-SHORT_SIZES = {1: [2**10, 2**18, 2**22, 2**26], 2: [2**22], 4: [2**22, 2**24]}  # by hosts
+SHORT_SIZES = {1: [2**10, 2**18, 2**22, 2**26], 2: [2**22, 2**24], 4: [2**22, 2**24]}  # by hosts
 _WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}  # of a value
 _SECONDS_A_SIZE = {False: 40.0, True: 8.0}  # --short or not
 _ROUNDS = {False: (5, 100), True: (3, 50)}
@@ -114,4 +115,4 @@ def _record(
 
 
 if __name__ == "__main__":
-    conductor.main(__doc__ or "", "allreduce", CASES, measure)
+    conductor.main(__doc__ or "", "allreduce", CASES, measure, SHORT_CASES)
