@@ -5,6 +5,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 RUN_DIR ?= runs/demo
+BENCH ?= --short
 
 .PHONY: help setup demo test check bench mpich horovod clean
 help:
@@ -12,7 +13,7 @@ help:
 	@echo "make test    every test: unit, contract, and those under mpirun"
 	@echo "make setup   .venv with the package, Open MPI and the tools (the others do it themselves)"
 	@echo "make check   lint, format, types, shell scripts, import rule"
-	@echo "make bench   the benchmarks; results in benchmarks/results/"
+	@echo "make bench   short benchmarks and their report, benchmarks/results/report.md; BENCH= for all, an hour or two"
 	@echo "make mpich   .venv-mpich, for the tests on MPICH (make test does it)"
 	@echo "make horovod Horovod for comm.backend=horovod, built against this torch (make test does it)"
 	@echo "make clean   remove both environments and all caches here; runs/ stays"
@@ -50,11 +51,15 @@ check: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/shellcheck .ci/run $(wildcard slurm/*.sbatch)
+	$(VENV)/bin/shellcheck .ci/run benchmarks/netlab.sh $(wildcard slurm/*.sbatch)
 	$(PY) -m pytest tests/unit/test_imports.py
 
 bench: setup
-	$(PY) benchmarks/train-step/main.py
+	$(PY) benchmarks/one-replica/main.py $(BENCH)
+	$(PY) benchmarks/allreduce/main.py $(BENCH)
+	$(PY) benchmarks/train-step/main.py $(BENCH)
+	$(PY) benchmarks/convergence/main.py $(BENCH)
+	$(PY) -m benchmarks.report
 
 clean:
 	rm -rf $(VENV) .venv-mpich .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -133,6 +133,8 @@ def main(
             part = _run(case, cases[case], args.short)
         except NoLab as reason:
             part = {"records": [], "skipped": [asdict(Skipped(case, "all", str(reason)))], "world": {}}
+        if cases[case].rate_mbit:
+            results.facts.setdefault("rates_mbit", {})[case] = cases[case].rate_mbit
         records = with_ratios(load_records(part["records"]))
         results.records.extend(records)
         results.skipped.extend(Skipped(**item) for item in part["skipped"])

@@ -49,7 +49,7 @@ def _task(case: str) -> Task:
 
 
 def measure(session: Session) -> list[Record]:
-    """Every wire with every seed; wires take turns within a seed, each from the start of a model of its own."""
+    """Every wire with every seed; within a seed they take turns, each with a whole run from the start."""
     torch.set_num_threads(1)
     start_default_group(session.world)
     task = _task(session.case)

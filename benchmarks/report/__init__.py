@@ -1,0 +1,1 @@
+"""The report: what `make bench` measured, as Markdown and drawings."""
