@@ -16,6 +16,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from curves import Curve, Run, ddp_run, our_run  # noqa: E402
 
 from benchmarks import conductor  # noqa: E402
 from benchmarks.conductor import Place, Session  # noqa: E402
@@ -24,7 +25,6 @@ from benchmarks.records import OURS, Record, record  # noqa: E402
 from hpc_train.tasks.bytelm import ByteLM  # noqa: E402
 from hpc_train.tasks.digits import Digits  # noqa: E402
 from hpc_train.tasks.task import Task  # noqa: E402
-from runs import Curve, Run, ddp_run, our_run  # noqa: E402
 
 
 @dataclass(frozen=True)
