@@ -54,7 +54,8 @@ def mpirun(
         texts = []
         for file in (out, err):
             file.seek(0)
-            texts.append(file.read().decode(errors="replace").replace("\r\n", "\n"))
+            text = file.read().decode(errors="replace").replace("\r\n", "\n")
+            texts.append(text.replace("\0", ""))  # Open MPI's pty now and then puts one before a line
     if returncode is None:
         pytest.fail(
             f"not done after {timeout_s} s: {' '.join(command)}\n{texts[0]}\n{texts[1]}", pytrace=False

@@ -67,7 +67,8 @@ def test_threads_of_two_ranks_on_a_host(monkeypatch, wanted, stated, quota, thre
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if stated is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", stated)
-    assert run_ranks(2, lambda world: binding.choose_threads(world, wanted)) == [threads, threads]
+    chosen = run_ranks(2, lambda world: binding.choose_threads(world, wanted), hosts=[0, 0])
+    assert chosen == [threads, threads]
 
 
 def test_device_is_the_local_rank_modulo_the_visible_devices(monkeypatch):
