@@ -1,4 +1,4 @@
-"""What README tells people to type is run here, as it stands there; only training is cut to a few steps."""
+"""What README and the guide tell people to type is run here, as it stands there, with training cut short."""
 
 import json
 import os
@@ -10,37 +10,72 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.config import Settings
+
 TOP = Path(__file__).parents[2]
 README = (TOP / "README.md").read_text()
+GUIDE = (TOP / "docs" / "gradients.md").read_text()
 FEW_STEPS = ["train.steps=2", "task_options.text=my.txt", "checkpoint.every=1"]
+SMALL = {
+    "examples/bytelm.toml": ["task_options.text=my.txt", "task_options.context=16", "task_options.hidden=32"],
+    "examples/digits.toml": ["task_options.channels=8"],
+    "examples/regression.toml": ["task_options.samples=256"],
+}
+SETTING = re.compile(
+    r"(?<![\w/])(grid|batch|train|optimizer|gradients|pipeline|checkpoint|data|comm)\.([a-z_]+)\b(?!\()"
+)
+# After 4 passes on each of 2 ranks, with gradients 1 and 2: each weight has moved by 4 times their mean.
+OWN_LOOP = """
+import torch, hpc_train
+hpc_train.init()
+model = torch.nn.Linear(3, 2)
+hpc_train.broadcast_parameters(model.state_dict())
+before = model.weight.detach().clone()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{}
+for _ in range(4):
+    model(torch.full((1, 3), 1.0 + hpc_train.rank())).sum().backward()
+optimizer.step()
+torch.testing.assert_close(model.weight.detach(), before - 0.1 * 4 * 1.5)
+"""
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(text, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-def commands():
-    lines = "".join(blocks("sh")).splitlines()
+def commands(text):
+    lines = "".join(blocks(text, "sh")).splitlines()
     return [line.partition("#")[0].strip() for line in lines if line.partition("#")[0].strip()]
 
 
-def run(args, cwd):
+def run(args, cwd, env=None):
     return subprocess.run(
-        args, cwd=cwd, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL
+        args,
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",  # a sample of a model that has learned nothing
+        timeout=240,
+        stdin=subprocess.DEVNULL,
     )
 
 
-@pytest.fixture(scope="module")
-def where(tmp_path_factory):
-    """A directory as after a clone, with a text of one's own."""
-    path = tmp_path_factory.mktemp("clone")
+def clone(path):
+    """Make of `path` a directory as after a clone, with a text of one's own."""
     (path / "examples").symlink_to(TOP / "examples")
     (path / "my.txt").write_text("".join(f"{i} bottles hang on the wall. " for i in range(400)))
     return path
 
 
+@pytest.fixture(scope="module")
+def where(tmp_path_factory):
+    return clone(tmp_path_factory.mktemp("clone"))
+
+
 def test_every_hpc_train_command_runs(where):
-    ours = [shlex.split(line) for line in commands() if line.startswith("hpc-train ")]
+    ours = [shlex.split(line) for line in commands(README) if line.startswith("hpc-train ")]
     assert {"train", "parity", "plan", "export", "bench", "doctor"} <= {
         word for args in ours for word in args
     }
@@ -58,13 +93,13 @@ def test_every_hpc_train_command_runs(where):
 
 def test_the_lines_of_plain_pytorch_load_the_export(where):
     """After the commands above: model.safetensors is what `export` left."""
-    (program,) = blocks("python")
+    (program,) = blocks(README, "python")
     done = run([sys.executable, "-c", "import sys; sys.modules['mpi4py'] = None\n" + program], where)
     assert done.returncode == 0, done.stderr
 
 
 def test_make_knows_the_targets_and_demo_is_the_first_command():
-    for line in commands():
+    for line in commands(README):
         if line.startswith("make "):
             done = run(["make", "-n", *shlex.split(line)[1:]], TOP)
             assert done.returncode == 0, done.stderr
@@ -81,3 +116,49 @@ def test_plain_mpirun_is_as_good_as_launch(mpirun, where):
     done = mpirun(4, [os.fspath(script), "parity", *args], cwd=where)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {d["quantity"] for d in json.loads(done.stdout)} == {"loss", "gradients", "parameters"}
+
+
+@pytest.mark.parametrize("line", commands(GUIDE))
+def test_every_command_of_the_guide_runs(tmp_path, line):
+    variables, command = re.fullmatch(r"((?:[A-Z_]+=\S+ )*)hpc-train (.*)", line).groups()
+    env = dict(variable.split("=") for variable in variables.split())
+    args = shlex.split(command)
+    for config in SMALL.keys() & set(args):
+        at = args.index(config) + 1
+        while at < len(args) and "=" in args[at]:
+            at += 1
+        few = ["train.steps=2", "train.evaluate_every=0"] if "train" in args else ["--steps", "1"]
+        args[at:at] = [*SMALL[config], *few]
+    done = run([sys.executable, "-m", "hpc_train", *args], clone(tmp_path), env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip()
+    if "train" not in args:
+        return
+    run_dir = tmp_path / args[args.index("--run-dir") + 1]
+    first = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    told = re.findall(r"^\| `(\w+_\w+|skipped)` \|", GUIDE.partition("`metrics.jsonl` has")[2], re.MULTILINE)
+    assert len(told) == 7
+    assert first.keys() >= set(told)
+    if env:
+        shown = re.search(r"^```\n(gradient sums.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)[1]
+        for one in shown.splitlines():
+            assert one[: re.search(r"[\d.]+ MiB", one).start()] in done.stdout
+
+
+def test_runs_of_the_guide_do_not_resume_each_other():
+    run_dirs = re.findall(r"--run-dir (\S+)", GUIDE)
+    assert len(run_dirs) == len(set(run_dirs)) == sum(" train " in line for line in commands(GUIDE))
+
+
+def test_the_lines_for_an_own_loop_send_several_passes_at_once(mpirun):
+    (lines,) = blocks(GUIDE, "python")
+    done = mpirun(2, ["-c", OWN_LOOP.format(lines)])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_settings_that_are_named_exist():
+    for text in (README, GUIDE):
+        named = SETTING.findall(text)
+        assert named
+        for section, name in named:
+            assert name in Settings.model_fields[section].annotation.model_fields, f"{section}.{name}"
