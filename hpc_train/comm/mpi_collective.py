@@ -12,7 +12,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpc_train.comm import mpi_memory
-from hpc_train.comm.choice import Choices, Sum, describe, measure
+from hpc_train.comm.choice import Choices, Sum, choose, describe, measure
 from hpc_train.comm.host_memory import PrivateMemory
 from hpc_train.comm.interface import Wire
 from hpc_train.comm.mpi_host import MpiHost
@@ -28,6 +28,7 @@ _SUM = "a sum of gradients"
 _FEW_VALUES = 2048  # a message's latency is all that they cost
 _MEASURED_VALUES = 2**18  # longer sums go at the same speed
 EAGER_BYTES = 60 * 2**10  # MPI over TCP sends up to 64 KiB at once, and negotiates about more
+EAGER_SEGMENTS = 8  # with fewer, too little is added up while messages are under way
 LONG_BYTES = 2**20
 
 
@@ -77,9 +78,9 @@ class MpiCollective(RoutedCollective):
         ways = self._ways if wire.lossy else {**self._ways, self._library: self._sum_by_library}
         buffer = self.allocate(min(numel, _MEASURED_VALUES))
         seconds = measure(ways, buffer, wire, self.max)
-        self._choices.put(wire, numel, min(seconds, key=lambda name: seconds[name]))
-        whole = [name for name, way in self._candidates.items() if way.whole]
-        self._direct = self._candidates[min(whole, key=lambda name: seconds[name])]  # shards go this way
+        self._choices.put(wire, numel, choose(seconds))
+        whole = {name: seconds[name] for name, way in self._candidates.items() if way.whole}
+        self._direct = self._candidates[choose(whole)]  # shards go this way
         return describe(seconds, _FLOAT_BYTES * buffer.numel(), wire)
 
     def _routed_way(self, way: Way) -> Sum:
@@ -125,11 +126,14 @@ class MpiCollective(RoutedCollective):
 
 
 def candidates(hosts: Hosts, rank: int) -> dict[str, Way]:
-    """The ways worth measuring, by name: few long messages, or many that need no negotiation."""
+    """The ways worth measuring, by name: few long messages, or many that need no negotiation.
+
+    Those first that are best for long buffers: only part of one is measured.
+    """
     ways = {}
-    for num_bytes in (EAGER_BYTES, LONG_BYTES):
+    for num_bytes, segments in ((EAGER_BYTES, EAGER_SEGMENTS), (LONG_BYTES, 1)):
         length = f"{num_bytes // 2**10} KiB messages"
-        ways[f"direct, {length}"] = Way(direct(hosts, rank), num_bytes, whole=True)
+        ways[f"direct, {length}"] = Way(direct(hosts, rank), num_bytes, whole=True, segments=segments)
         if hosts.even and len(hosts.members) > 2:  # with 2 hosts it is the same as direct
-            ways[f"halving, {length}"] = Way(halving(hosts, rank), num_bytes, whole=False)
+            ways[f"halving, {length}"] = Way(halving(hosts, rank), num_bytes, whole=False, segments=segments)
     return ways

@@ -20,6 +20,8 @@ from hpc_train.comm.interface import Losses, Wire, Work
 from hpc_train.comm.routes import Cut, Order
 from hpc_train.comm.wire import BLOCK, decode, encode, encoded_bytes, values_within
 
+_TINY_BYTES = 8 * 2**10  # shorter messages cost by their number
+
 Message = tuple[int, Tensor]  # a peer, and the bytes (uint8) to or from it
 
 
@@ -52,16 +54,29 @@ class HostMemory(Protocol):
 
 @dataclass(frozen=True)
 class Way:
-    """How to sum: an order, the size of its messages, and how many segments are in flight."""
+    """How to sum.
+
+    Attributes:
+        order: who sends what to whom.
+        message_bytes: the longest messages.
+        whole: whether pieces lie whole, as shards do.
+        in_flight: how many segments at most.
+        segments: how many at least, if messages do not become tiny by it.
+    """
 
     order: Order
     message_bytes: int
-    whole: bool  # whether pieces lie whole, as shards do
+    whole: bool
     in_flight: int = 4
+    segments: int = 1
 
     def cut(self, numel: int, wire: Wire) -> Cut:
-        """The pieces and segments of a buffer."""
-        return Cut(numel, self.order.pieces, values_within(wire, self.message_bytes), self.whole, BLOCK)
+        """The pieces of a buffer, and its segments, which are about equally long."""
+        piece = -(-numel // self.order.pieces)
+        wanted = min(self.segments, piece // values_within(wire, _TINY_BYTES))
+        segments = max(wanted, -(-piece // values_within(wire, self.message_bytes)))
+        width = -(-piece // (segments * BLOCK)) * BLOCK
+        return Cut(numel, self.order.pieces, width, self.whole, BLOCK)
 
 
 class RoutedSum:
