@@ -74,7 +74,8 @@ class Way:
         """The pieces of a buffer, and its segments, which are about equally long."""
         piece = -(-numel // self.order.pieces)
         wanted = min(self.segments, piece // values_within(wire, _TINY_BYTES))
-        segments = max(wanted, -(-piece // values_within(wire, self.message_bytes)))
+        longest = values_within(wire, self.message_bytes // self.order.widest)
+        segments = max(wanted, -(-piece // longest))
         width = -(-piece // (segments * BLOCK)) * BLOCK
         return Cut(numel, self.order.pieces, width, self.whole, BLOCK)
 

@@ -41,6 +41,7 @@ class Order:
     `reduce`: rounds whose receives are added.  `spread`: rounds whose receives replace.
     `pieces`: how many the buffer is cut into.  `handled`: those that this rank handles on its host.
     `total`: first and last + 1 of the pieces whose total this rank has after `reduce`.
+    `widest`: the most pieces in one message of any rank.
     """
 
     pieces: int
@@ -48,6 +49,7 @@ class Order:
     total: tuple[int, int]
     reduce: tuple[Round, ...] = ()
     spread: tuple[Round, ...] = ()
+    widest: int = 1
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,8 @@ def halving(hosts: Hosts, rank: int) -> Order:
         distance //= 2
     total = (low, high) if me < core else (begin, begin)
     lanes = len(hosts.neighbours(rank))
-    return Order(lanes * core, tuple(range(begin, end)), total, tuple(reduce), tuple(spread))
+    widest = core if extra else max(core // 2, 1)
+    return Order(lanes * core, tuple(range(begin, end)), total, tuple(reduce), tuple(spread), widest)
 
 
 def _handlers(hosts: Hosts, host: int) -> dict[int, int]:
