@@ -67,7 +67,7 @@ class Way:
     order: Order
     message_bytes: int
     whole: bool
-    in_flight: int = 4
+    in_flight: int = 8
     segments: int = 1
 
     def cut(self, numel: int, wire: Wire) -> Cut:

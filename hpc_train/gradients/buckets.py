@@ -118,8 +118,10 @@ def trained(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[
 def make_buckets(
     named_parameters: Sequence[tuple[str, nn.Parameter]], collective: Collective, bucket_bytes: int
 ) -> list[Bucket]:
-    """Buckets of at most `bucket_bytes` of fp32, in the order of backward; a larger parameter has its own.
+    """Buckets in the order of backward; a parameter that makes one reach `bucket_bytes` of fp32 is its last.
 
+    A limit from above instead would part a weight that fills a bucket from its bias, whose sum takes a
+    latency for nothing.
     Parameters of another dtype are converted on the way in and out, so that fp64 gradients keep the
     24 bits of fp32 (an fp64 sum would send twice the bytes).
 
@@ -127,18 +129,17 @@ def make_buckets(
         UserError: a parameter is lazy, complex, or not on the collective's device.
     """
     groups: list[list[tuple[str, nn.Parameter]]] = []
-    room = 0
+    room = 0  # bytes that the last bucket lacks
     for name, parameter in reversed(trained(named_parameters)):
         if is_lazy(parameter):
             raise UserError(f"parameter {name} has no shape yet: run the model once on some input first")
         if parameter.is_complex():
             raise UserError(f"parameter {name} is {parameter.dtype}: use two real parameters instead")
-        num_bytes = 4 * _padded(parameter.numel())
-        if not groups or num_bytes > room:
+        if room <= 0:
             groups.append([])
             room = bucket_bytes
         groups[-1].append((name, parameter))
-        room -= num_bytes
+        room -= 4 * _padded(parameter.numel())
     return [_make_bucket(index, group, collective) for index, group in enumerate(groups)]
 
 

@@ -30,9 +30,9 @@ def test_order_is_that_of_backward(collective):
     assert [bucket.index for bucket in buckets] == [0, 1]
 
 
-def test_a_parameter_larger_than_a_bucket_has_its_own(collective):
-    buckets = make_buckets(parameters(a=16, large=1000, b=16, c=16), collective, bucket_bytes=256)
-    assert layout(buckets) == [["c", "b"], ["large"], ["a"]]
+def test_a_weight_that_fills_a_bucket_is_not_parted_from_its_bias(collective):
+    buckets = make_buckets(parameters(a=16, weight=64, bias=16, large=1000), collective, bucket_bytes=256)
+    assert layout(buckets) == [["large"], ["bias", "weight"], ["a"]]
 
 
 def test_views_tile_the_buffer_and_start_aligned(collective):
