@@ -95,9 +95,9 @@ class Collective(Protocol):
     def sum_(self, buffer: "torch.Tensor", wire: Wire, residual: "torch.Tensor | None" = None) -> None:
         """Replace `buffer` by its sum over the replicas; blocks.
 
-        All replicas end with the same bits.  A lossy wire rounds each host's contribution once and the
-        sum once, under power-of-two scales that travel along, so that nothing overflows; values that
-        are not finite stay so.
+        All replicas end with the same bits.  A lossy wire rounds what is sent: each host's contribution
+        once, or partial sums log2(hosts) times, and the sum once.  Power-of-two scales travel along, so
+        that nothing overflows; values that are not finite stay so.
 
         Args:
             buffer: [numel].
