@@ -6,7 +6,8 @@ import torch
 from hpc_train.comm.interface import Wire
 from hpc_train.comm.loopback import run_ranks
 from hpc_train.comm.routed_sum import Way
-from hpc_train.comm.routes import direct, halving
+from hpc_train.comm.routes import Hosts, direct, halving
+from hpc_train.comm.wire import encoded_bytes
 from hpc_train.grid import Grid
 
 CPU = torch.device("cpu")
@@ -50,3 +51,18 @@ def test_the_cut_changes_no_bit(message_bytes, in_flight):
     (_, usual, _), *_ = sums("012", direct, True, Wire.INT8, 20_011)
     for _, total, _ in sums("012", direct, True, Wire.INT8, 20_011, message_bytes, in_flight):
         assert torch.equal(total, usual)
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize(("make", "whole"), [(direct, True), (halving, False)])
+def test_all_ranks_cut_alike_and_no_message_is_longer_than_it_may_be(make, whole, num_hosts):
+    hosts = Hosts(tuple(range(num_hosts)))
+    orders = [make(hosts, rank) for rank in range(num_hosts)]
+    for numel in (50_000, 1_000_000):
+        cuts = [Way(order, 60 * 1024, whole, segments=8).cut(numel, Wire.FP16) for order in orders]
+        assert len(set(cuts)) == 1
+        assert cuts[0].segments >= min(8, numel // num_hosts // 4096)
+        for order, cut in zip(orders, cuts, strict=True):
+            for transfer in (t for each in order.reduce + order.spread for t in each.sends):
+                span = cut.span(0, transfer.first, transfer.last)
+                assert encoded_bytes(Wire.FP16, span.stop - span.start) <= 60 * 1024
