@@ -59,8 +59,8 @@ def one_f_one_b(stages: int, micro_batches: int) -> Order:
 def interleaved(stages: int, micro_batches: int, chunks: int = 2) -> Order:
     """1f1b over several chunks a stage, chunk c on stage c % stages (Narayanan et al., Megatron-LM, 2021).
 
-    Micro-batches go chunk after chunk in groups of as many as there are stages, or of more, as equal as can
-    be with the larger ones first: a group of fewer would leave stages idle, and in some sizes deadlock.
+    Micro-batches go chunk after chunk in groups of as many as there are stages, or of more where that does
+    not divide them: a group of fewer would leave stages idle, and in some sizes deadlock.
     """
     num_groups = max(1, micro_batches // stages)
     ends = [-(-micro_batches * group // num_groups) for group in range(num_groups + 1)]
