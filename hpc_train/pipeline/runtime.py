@@ -28,7 +28,7 @@ from hpc_train.pipeline.messages import (
     tensors_of,
 )
 from hpc_train.pipeline.samples import sum_over_samples
-from hpc_train.pipeline.schedules import forward_only, make
+from hpc_train.pipeline.schedules import find, forward_only
 from hpc_train.pipeline.stage import Stage
 from hpc_train.stopwatch import Stopwatch
 
@@ -125,7 +125,8 @@ class Pipeline:
         """
         sums: dict[str, Tensor | float] = {"loss": 0.0} if self.stage.is_last else {}
         with self.stage.evaluating():
-            for _, micro_batch in forward_only(self.num_stages, len(micro_batches))[self.stage_index]:
+            order = find(self._schedule).order(self.num_stages, len(micro_batches))
+            for _, _, micro_batch in forward_only(order)[self.stage_index]:
                 pair = micro_batches[micro_batch]
                 inputs, _ = self._inputs(micro_batch, pair)
                 with self._stopwatch.timing("compute"):
@@ -170,7 +171,7 @@ class Pipeline:
     def _order(self, num_micro_batches: int) -> list[Action]:
         """The actions of this stage, from an order that was checked before its first message."""
         if num_micro_batches not in self._actions:
-            order = make(self._schedule, self.num_stages, num_micro_batches)
+            order = find(self._schedule).order(self.num_stages, num_micro_batches)
             validate(order)
             self._actions[num_micro_batches] = order[self.stage_index]
         return self._actions[num_micro_batches]

@@ -3,15 +3,13 @@
 from hpc_train.config import Settings
 from hpc_train.data.sampler import cut
 from hpc_train.grid import Grid
-from hpc_train.pipeline.check import simulate
 from hpc_train.pipeline.drawing import draw
 from hpc_train.pipeline.layers import count_parameters
-from hpc_train.pipeline.schedules import make
+from hpc_train.pipeline.schedules import find
+from hpc_train.pipeline.simulate import simulate
 from hpc_train.tasks.task import Task
 from hpc_train.training.worker import layer_costs, make_grid, split_layers
 
-# A backward pass computes two products (for inputs and for weights) where forward computes one.
-BACKWARD_PER_FORWARD = 2.0
 _LEFT_OUT = "..."
 
 
@@ -29,9 +27,10 @@ def preview(settings: Settings, task: Task, num_ranks: int) -> str:
     micro_batch = settings.batch.micro_batch
     share = cut(settings.batch.size, [1] * grid.replicas)[0]
     num_micro_batches = -(-share // micro_batch)
-    order = make(settings.pipeline.schedule, grid.stages, num_micro_batches)
+    order = find(settings.pipeline.schedule).order(grid.stages, num_micro_batches)
     forward_s = [cost / (sum(costs) or 1.0) for cost in stage_costs]  # layers may all cost nothing
-    result = simulate(order, forward_s, [s * BACKWARD_PER_FORWARD for s in forward_s])
+    # A backward pass computes two products, for the input and for the weights, where forward computes one.
+    result = simulate(order, forward_s, forward_s, forward_s)
     title = (
         f"schedule {settings.pipeline.schedule}: {num_micro_batches} micro-batches of up to {micro_batch} "
         f"samples, of the {share} that replica 0 takes of {settings.batch.size}; bubble {result.bubble:.0%}, "

@@ -156,7 +156,8 @@ def test_pure_files_load_neither_torch_nor_mpi():
 def test_the_rooms_that_must_be_pure_are():
     assert set(PURE) >= {
         "grid",
-        *("pipeline.actions", "pipeline.schedules", "pipeline.check", "pipeline.partition"),
+        *("pipeline.actions", "pipeline.schedules", "pipeline.schedule_file", "pipeline.check"),
+        *("pipeline.simulate", "pipeline.drawing", "pipeline.chart", "pipeline.partition"),
         *(name for name in FILES if name.startswith("coordinator.policies.")),
         *("coordinator.report", "coordinator.plan", "launch.line", "launch.findings", "launch.identity"),
         "launch.horovod_settings",

@@ -9,8 +9,8 @@ from pipelines import batch, layers, on_stages
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hpc_train.pipeline.check import simulate
-from hpc_train.pipeline.schedules import make
+from hpc_train.pipeline.schedules import find
+from hpc_train.pipeline.simulate import simulate
 
 
 class Kept:
@@ -68,7 +68,7 @@ def test_live_micro_batches_are_those_of_the_simulation(schedule, num_stages):
     specs = layers(*[lambda: nn.Linear(4, 4), Counting] * num_stages)
     results = on_stages(specs, [2] * num_stages, body, schedule)
     for column, micro_batches in enumerate((7, 2)):
-        expected = simulate(make(schedule, num_stages, micro_batches), 1, 2).peak_live
+        expected = simulate(find(schedule).order(num_stages, micro_batches), 1, 1, 1).peak_live
         assert [peaks[column] for peaks in results] == expected
 
 
