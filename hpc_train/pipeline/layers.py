@@ -2,7 +2,7 @@
 
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +19,21 @@ class LayerSpec:
     """One layer of a model, not built yet.
 
     Args:
-        build: makes the module.  Its output is the next layer's input: a tensor, or a tuple of tensors
-            that the next layer's forward takes as its arguments.
+        build: makes the module.  Its output is the next layer's input: a tensor; a tuple, whose parts are
+            the arguments of the next layer's forward; a dict, whose values are its keyword arguments. Parts
+            may be tensors of any dtype, None, numbers, texts, and tuples, lists and dicts of such.
         title: what people read in drawings; state is named by position, `layers.3.weight`.
         cost: time of one sample's forward and backward relative to the other layers; by default the
             number of parameters stands for it.
+        tied: parameters that are one with other layers', wherever those stand: {"logits.weight": "embedding"}
+            gives this layer's own name of each, and a name that all which are one have in common. A plain
+            "embedding" is for layers that share all their parameters.
     """
 
     build: Callable[[], nn.Module]
     title: str = ""
     cost: float | None = None
+    tied: str | Mapping[str, str] = ""
 
 
 def layer_name(index: int) -> str:

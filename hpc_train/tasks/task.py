@@ -7,6 +7,8 @@ from torch import Tensor
 
 from hpc_train.pipeline.layers import LayerSpec, PlainModel, plain_model
 
+Figures = Tensor | tuple[Tensor, Tensor]  # one number a sample, or sums and what they are divided by
+
 
 @runtime_checkable
 class SizedDataset(Protocol):
@@ -27,16 +29,21 @@ class Task:
         """The model, first layer to last."""
         raise TypeError(f"{type(self).__name__} must define layers()")
 
-    def loss(self, output: Tensor, target: Any) -> Tensor:
-        """The loss of each sample, [micro-batch]: never a mean, so that any cut of a batch is exact."""
+    def loss(self, output: Any, target: Any) -> Figures:
+        """The loss of each sample, [micro-batch]: never a mean, so that any cut of a batch is exact.
+
+        Where samples count differently, by their number of tokens for instance: a pair (sums, weights), both
+        [micro-batch]. The loss is then all samples' sums divided by all samples' weights, over the whole
+        batch and all replicas; a weight may be 0.
+        """
         raise TypeError(f"{type(self).__name__} must define loss()")
 
     def dataset(self, split: str) -> SizedDataset:
         """The samples of `split`: "train" or "eval"."""
         raise TypeError(f"{type(self).__name__} must define dataset()")
 
-    def metrics(self, output: Tensor, target: Any) -> dict[str, Tensor]:
-        """Further figures for evaluation, each [micro-batch]; their means over the split are shown."""
+    def metrics(self, output: Any, target: Any) -> dict[str, Figures]:
+        """Further figures for evaluation, each like a loss; their means over the split are shown."""
         return {}
 
     def sample(self, forward: Callable[[Tensor], Tensor]) -> str | None:
