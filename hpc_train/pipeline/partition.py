@@ -1,97 +1,197 @@
-"""Which layers each stage holds.  PURE: neither torch nor MPI."""
+"""Which layers each stage holds.  PURE: neither torch nor MPI.
+
+layers   0 1 2 3 4 5 6 7       neighbouring layers make a chunk, and every layer is in one
+chunk    0 0 0 1 1 2 2 2       the slowest chunk is as light as can be
+stage    0     1   0           a stage holds one chunk, or with some schedules several
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hpc_train.errors import UserError
 
+Matrix = NDArray[np.float64]
 
-def split_evenly(costs: Sequence[float], stages: int) -> list[range]:
-    """Cut the layers into stages of neighbouring layers, each at least one, as evenly as can be.
 
-    The slowest stage is as light as possible; among such splits the sum of the squares of the
-    stages' costs is least (so that the others are even as well), and among those the first stages
-    have the fewest layers, for they keep the most activations. Exact, by dynamic programming.
+@dataclass(frozen=True)
+class MemoryBound:
+    """How much memory layers take, and how much there is.
+
+    Attributes:
+        bytes_of: of (start, end, chunk): bytes that the layers start to end - 1 need as this chunk, for
+            parameters, gradients, optimizer state, and the activations that the schedule keeps of it. Of
+            numbers a number; of arrays of layers, [n + 1, 1] and [1, n + 1], an array, [n + 1, n + 1].
+        limits: bytes that each stage has, more than 0.
+    """
+
+    bytes_of: Callable[[Any, Any, int], Any]
+    limits: Sequence[float]
+
+
+class DoesNotFit(UserError):
+    """No split fits into memory.
+
+    `share`: what the fullest stage needs of its memory, more than 1, in the split where that is the least;
+    where stages hold several chunks, among splits whose chunks take equal shares.
+    """
+
+    def __init__(self, text: str, share: float) -> None:
+        self.share = share
+        super().__init__(text)
+
+
+def split_evenly(
+    costs: Sequence[float],
+    stages: int,
+    *,
+    stage_of: Sequence[int] | None = None,
+    speeds: Sequence[float] | None = None,
+    memory: MemoryBound | None = None,
+) -> list[range]:
+    """Cut the layers into chunks of neighbouring layers, each at least one, as evenly as can be.
+
+    The slowest chunk takes as little time as possible; among such splits the sum of the squares of the
+    chunks' times is least (so that the others are even as well), and among those the first chunks
+    have the fewest layers, for they keep the most activations. Exact, by dynamic programming, also
+    under a memory bound where each stage holds one chunk. Where stages hold several, memory is their
+    sum: the split without a bound is taken if it fits, else the best one whose chunks take equal shares of
+    their stage's memory at most; one with unequal shares that fits is not looked for.
 
     Args:
         costs: time of each layer, in any unit, none negative.
-        stages: how many to make.
+        stages: how many there are.
+        stage_of: the stage of each chunk; without it every stage holds one, in their order.
+        speeds: of each stage; a chunk takes its cost divided by its stage's speed.
+        memory: what the layers may take.
+
+    Returns:
+        the layers of each chunk.
 
     Raises:
-        UserError: there are fewer layers than stages, or a cost is not a number from 0 up.
+        UserError: there are fewer layers than chunks, or a cost is not a number from 0 up.
+        DoesNotFit: the memory bound leaves no split.
     """
-    _check_stages(len(costs), stages)
+    stage_of = list(range(stages) if stage_of is None else stage_of)
+    _check_chunks(len(costs), stages, len(stage_of))
     for layer, cost in enumerate(costs):
         if not (cost >= 0 and math.isfinite(cost)):
             raise UserError(f"layer {layer} has cost {cost}: give a finite number, 0 or more")
-    until = list(accumulate(costs, initial=0.0))  # until[j]: cost of the layers before j
-    limit = _lightest_maximum(until, stages) * (1 + 1e-12)  # sums of the same layers may round apart
-    ends = _most_even_ends(until, stages, limit)
-    return [range(start, end) for start, end in pairwise([0, *ends])]
+    for stage, speed in enumerate(speeds or ()):
+        if not (speed > 0 and math.isfinite(speed)):
+            raise UserError(f"stage {stage} has speed {speed}: give a finite number above 0")
+    until = np.array(list(accumulate(costs, initial=0.0)))  # until[j]: cost of the layers before j
+    starts, ends = np.arange(len(until))[:, None], np.arange(len(until))[None, :]
+    cost_of = np.where(starts < ends, until[None, :] - until[:, None], math.inf)
+    speed_of = [speeds[stage] if speeds else 1.0 for stage in stage_of]
+
+    def seconds(chunk: int) -> Matrix:
+        return cost_of / speed_of[chunk]
+
+    if memory is None:
+        return _lightest(seconds, stage_of)
+    if len(stage_of) > stages:
+        split = _lightest(seconds, stage_of)
+        if _fits(split, stage_of, memory):
+            return split
+    limits = [memory.limits[stage] / stage_of.count(stage) for stage in stage_of]
+
+    def needed(chunk: int) -> Matrix:
+        needed_bytes = np.asarray(memory.bytes_of(starts, ends, chunk), dtype=np.float64)
+        return np.where(starts < ends, needed_bytes / limits[chunk], math.inf)
+
+    least = _least_maximum(needed, len(stage_of))
+    if least > 1:
+        raise DoesNotFit(_explain(len(costs), stages, len(stage_of), least, memory.limits), least)
+    return _lightest(
+        lambda chunk: np.where(needed(chunk) <= 1, seconds(chunk), math.inf),
+        stage_of,
+    )
 
 
-def split_by_hand(sizes: Sequence[int], num_layers: int, stages: int) -> list[range]:
-    """The split in which stage s holds the next `sizes[s]` layers.
+def split_by_hand(sizes: Sequence[int], num_layers: int, stages: int, chunks: int = 1) -> list[range]:
+    """The split in which the next chunk holds the next `sizes[chunk]` layers; `chunks` of them a stage.
 
     Raises:
-        UserError: the sizes do not give every stage a layer and every layer a stage.
+        UserError: the sizes do not give every chunk a layer and every layer a chunk.
     """
-    _check_stages(num_layers, stages)
+    _check_chunks(num_layers, stages, stages * chunks)
     text = f"pipeline.split={list(sizes)}"
-    if len(sizes) != stages:
-        raise UserError(f"{text} has {len(sizes)} numbers for {stages} stages: give one number a stage")
+    noun, several = ("stage", "") if chunks == 1 else ("chunk", f" of {chunks} chunks")
+    if len(sizes) != stages * chunks:
+        raise UserError(
+            f"{text} has {len(sizes)} numbers for {stages} stages{several}: give one number a {noun}"
+        )
     if min(sizes) < 1:
-        raise UserError(f"{text} leaves a stage without layers: every stage needs at least 1")
+        raise UserError(f"{text} leaves a {noun} without layers: every {noun} needs at least 1")
     if sum(sizes) != num_layers:
         raise UserError(f"{text} holds {sum(sizes)} layers, but the model has {num_layers}: make them add up")
     return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
-def _check_stages(num_layers: int, stages: int) -> None:
-    if num_layers < stages:
+def _check_chunks(num_layers: int, stages: int, chunks: int) -> None:
+    if num_layers < chunks:
+        several = "" if chunks == stages else f" of {chunks // stages} chunks"
+        most = max(1, num_layers * stages // chunks)
         raise UserError(
-            f"{num_layers} layer{'s' * (num_layers != 1)} cannot fill {stages} stages: "
-            f"set grid.stages to at most {num_layers}"
+            f"{num_layers} layer{'s' * (num_layers != 1)} cannot fill {stages} stages{several}: "
+            f"set grid.stages to at most {most}"
         )
 
 
-def _lightest_maximum(until: Sequence[float], stages: int) -> float:
-    """The least possible cost of the slowest stage."""
-    num_layers = len(until) - 1
-    best = list(until)  # best[j]: the slowest stage's cost when one stage holds the layers before j
-    for stage in range(1, stages):
-        previous = best
-        best = [math.inf] * (num_layers + 1)
-        start = stage  # of the new stage; the later it starts, the lighter it is and the heavier the others
-        for end in range(stage + 1, num_layers + 1):
-            while start < end - 1 and previous[start] < until[end] - until[start]:
-                start += 1  # the balance is here or further on, for this end and those to come
-            near = (start - 1, start) if start > stage else (start,)
-            best[end] = min(max(previous[i], until[end] - until[i]) for i in near)
-    return best[num_layers]
+def _lightest(seconds: Callable[[int], Matrix], stage_of: Sequence[int]) -> list[range]:
+    """The split whose slowest chunk is the lightest, and then the most even one; there must be one.
+
+    `seconds`: of a chunk, by its first layer and its end, [n + 1, n + 1]; inf where it may not be.
+    """
+    chunks = len(stage_of)
+    limit = _least_maximum(seconds, chunks)
+    unit = limit or 1.0
+    most = (limit / unit) * (1 + 1e-12)  # sums of the same layers may round apart
+    squares = _nothing_placed(len(seconds(0)))  # squares[j]: least sum when the layers before j are placed
+    starts = []  # starts[chunk][j]: where the chunk that ends at j begins
+    for chunk in range(chunks):
+        shares = seconds(chunk) / unit
+        totals = squares[:, None] + np.where(shares <= most, shares * shares, math.inf)
+        squares = totals.min(axis=0)
+        # equal up to rounding: begin earlier, so that the chunks before hold fewer layers
+        starts.append((totals <= squares * (1 + 1e-12)).argmax(axis=0))
+    ends = [len(squares) - 1]
+    for chunk in range(chunks - 1, 0, -1):
+        ends.append(int(starts[chunk][ends[-1]]))
+    return [range(start, end) for start, end in pairwise([0, *ends[::-1]])]
 
 
-def _most_even_ends(until: Sequence[float], stages: int, limit: float) -> list[int]:
-    """Where each stage ends, with no stage above `limit` and the least sum of squares."""
-    num_layers = len(until) - 1
-    squares = [0.0] + [math.inf] * num_layers  # squares[j]: least sum when the layers before j are placed
-    starts: list[list[int]] = []  # starts[stage][j]: where the stage that ends at j begins
-    for stage in range(stages):
-        previous = squares
-        squares = [math.inf] * (num_layers + 1)
-        starts.append([0] * (num_layers + 1))
-        for end in range(stage + 1, num_layers + 1 - (stages - 1 - stage)):
-            for start in range(end - 1, stage - 1, -1):
-                cost = until[end] - until[start]
-                if cost > limit:
-                    break  # and so are all that begin earlier
-                total = previous[start] + cost * cost
-                # equal up to rounding: begin earlier, so that the stages before hold fewer layers
-                if total <= squares[end] * (1 + 1e-12):
-                    squares[end] = min(total, squares[end])
-                    starts[stage][end] = start
-    ends = [num_layers]
-    for stage in range(stages - 1, 0, -1):
-        ends.append(starts[stage][ends[-1]])
-    return ends[::-1]
+def _least_maximum(weights: Callable[[int], Matrix], chunks: int) -> float:
+    """The heaviest chunk's weight in the split in which it is the lightest; inf where there is no split."""
+    best = _nothing_placed(
+        len(weights(0))
+    )  # best[j]: of the chunks so far, when they hold the layers before j
+    for chunk in range(chunks):
+        best = np.maximum(best[:, None], weights(chunk)).min(axis=0)
+    return float(best[-1])
+
+
+def _nothing_placed(length: int) -> NDArray[np.float64]:
+    return np.where(np.arange(length) == 0, 0.0, math.inf)
+
+
+def _fits(split: Sequence[range], stage_of: Sequence[int], memory: MemoryBound) -> bool:
+    needed = [0.0] * len(memory.limits)
+    for chunk, layers in enumerate(split):
+        needed[stage_of[chunk]] += float(memory.bytes_of(layers.start, layers.stop, chunk))
+    return all(has <= limit for has, limit in zip(needed, memory.limits, strict=True))
+
+
+def _explain(num_layers: int, stages: int, chunks: int, least: float, limits: Sequence[float]) -> str:
+    memory = f"{max(limits) / 1e9:.3g} GB" if len(set(limits)) == 1 else "its memory"
+    needs = "at least" if chunks == stages else "with equal chunks"
+    return (
+        f"no split of {num_layers} layers into {stages} stages fits: the fullest one needs {needs} "
+        f"{least:.0%} of {memory}: take more stages, smaller micro-batches or pipeline.recompute=all"
+    )
