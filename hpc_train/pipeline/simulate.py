@@ -56,6 +56,7 @@ def simulate(
     weight_s: ByChunk,
     comm_s: float | Sequence[float] = 0.0,
     activation_bytes: ByChunk = 0.0,
+    line_s: float | Sequence[float] = 0.0,
 ) -> Simulation:
     """Play a sound order through in simulated time, each stage walking its row as fast as it can.
 
@@ -67,6 +68,8 @@ def simulate(
         comm_s: seconds from the end of an action until what it sends is there, one value or one for each
             boundary between chunks c and c + 1; computing goes on meanwhile. On one stage it is 0.
         activation_bytes: what a micro-batch's forward through a chunk keeps for its backward.
+        line_s: seconds, beside `comm_s`, in which a message has its boundary's line for itself, that way: the
+            next one waits for it. One value, or one for each boundary.
 
     Raises:
         ValueError: so many times do not fit the order's chunks.
@@ -75,8 +78,9 @@ def simulate(
     num_chunks = len(stage_of)
     forward, inputs, weights = (_spread(s, num_chunks, "chunk") for s in (forward_s, input_s, weight_s))
     kept_bytes = _spread(activation_bytes, num_chunks, "chunk")
-    hops = _spread(comm_s, max(0, num_chunks - 1), "boundary between chunks")
-    hop = [s if a != b else 0.0 for s, a, b in zip(hops, stage_of, stage_of[1:], strict=False)] + [0.0]
+    hop, line = (_between_stages(seconds, stage_of) for seconds in (comm_s, line_s))
+    # When a chunk's latest output, and its latest gradient, has left its line.
+    output_left_s, gradient_left_s = [0.0] * num_chunks, [0.0] * num_chunks
     micro_batches = count_micro_batches(order)
     # When the output of F, and the gradient of B or I, is where the next chunk, or the one before, needs it.
     output_s = [[0.0] * micro_batches for _ in stage_of]
@@ -92,7 +96,8 @@ def simulate(
             if chunk:
                 start = max(start, output_s[chunk - 1][micro_batch])
             end = start + forward[chunk]
-            output_s[chunk][micro_batch] = end + hop[chunk]
+            output_left_s[chunk] = max(output_left_s[chunk], end) + line[chunk]
+            output_s[chunk][micro_batch] = output_left_s[chunk] + hop[chunk]
             live[stage] += 1
             held[stage] += kept_bytes[chunk]
             peak_live[stage] = max(peak_live[stage], live[stage])
@@ -102,7 +107,8 @@ def simulate(
             if kind is not Kind.W:
                 start = max(start, gradient_s[chunk + 1][micro_batch])
                 end = start + inputs[chunk] + (weights[chunk] if kind is Kind.B else 0.0)
-                gradient_s[chunk][micro_batch] = end + (hop[chunk - 1] if chunk else 0.0)
+                gradient_left_s[chunk] = max(gradient_left_s[chunk], end) + line[chunk - 1]
+                gradient_s[chunk][micro_batch] = gradient_left_s[chunk] + hop[chunk - 1]
             if kind is not Kind.I:
                 live[stage] -= 1
                 held[stage] -= kept_bytes[chunk]
@@ -115,6 +121,12 @@ def simulate(
     busy_s = sum(map(sum, ends_s)) - sum(map(sum, starts_s))
     bubble = max(0.0, 1 - busy_s / (step_s * len(order))) if step_s else 0.0
     return Simulation(order, step_s, bubble, peak_live, peak_bytes, starts_s, ends_s)
+
+
+def _between_stages(seconds: float | Sequence[float], stage_of: Sequence[int]) -> list[float]:
+    """By boundary, 0 where both chunks are on one stage; then a 0, which is at index -1 as well: the ends."""
+    values = _spread(seconds, max(0, len(stage_of) - 1), "boundary between chunks")
+    return [s if a != b else 0.0 for s, a, b in zip(values, stage_of, stage_of[1:], strict=False)] + [0.0]
 
 
 def _spread(values: ByChunk, number: int, noun: str) -> list[float]:

@@ -41,6 +41,16 @@ def test_each_boundary_has_its_own_time_and_none_within_a_stage():
     assert cells[Action(2, Kind.I, 0)].start_s == 13.5 + 1 + 1 + 0.5  # 3F0, 3I0, and up
 
 
+def test_a_slow_line_carries_one_message_after_the_other():
+    """4 micro-batches of 1 + 2 seconds, 3 seconds for a message: the line sets the pace, each way."""
+    simulation = simulate(gpipe(2, 4), 1, 1, 1, 0.5, line_s=3)
+    last = simulation.cells[1]
+    assert [cell.start_s for cell in last[:4]] == [4.5, 7.5, 10.5, 13.5]
+    assert [cell.start_s for cell in simulation.cells[0][4:]] == [20, 23, 26, 29]  # from 14.5 + 2 + 3.5
+    assert simulate(gpipe(2, 1), 1, 1, 1, 3.5).step_s == simulate(gpipe(2, 1), 1, 1, 1, 0.5, line_s=3).step_s
+    assert simulate(zb_v(1, 4), 1, 1, 1, line_s=3).step_s == 4 * 6  # both chunks on one stage
+
+
 def test_cells_never_overlap_and_follow_their_input():
     simulation = simulate(interleaved(2, 9), [1, 2, 1, 3], [2, 3, 1, 1], [2, 1, 0, 4], 0.25)
     for row in simulation.cells:
