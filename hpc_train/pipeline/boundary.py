@@ -5,6 +5,7 @@
 ... <--------- gradient <~~~~~~~ gradient <---------- ...        their gradients: the door's
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,17 +16,14 @@ class Door:
     """One tensor that crossed, and its gradient, which crosses the other way.
 
     It keeps the tensor's shape and dtype but not the tensor: after the sending only what backward
-    needs stays in memory, and that autograd itself keeps.
+    needs stays in memory, and that autograd itself keeps. `gate` is the leaf at which the graph of an
+    entered tensor begins.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, gate: Tensor | None = None) -> None:
+        self.gate = gate
         self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
         self.gradient: Tensor | None = None
-
-    def make_room(self) -> Tensor:
-        """Memory for the gradient, contiguous, to receive into before backward."""
-        self.gradient = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        return self.gradient
 
     def take_gradient(self) -> Tensor:
         """The gradient after backward, contiguous: zeros if the loss does not depend on the tensor."""
@@ -35,12 +33,17 @@ class Door:
         return gradient.contiguous()
 
 
-def enter(tensor: Tensor) -> tuple[Tensor, Door]:
-    """Begin a graph: the tensor as a layer takes it, and the door where backward leaves its gradient."""
-    door = Door(tensor)
-    gate = torch.empty(0, requires_grad=True)  # without an input that needs a gradient there is no graph
-    entered: Tensor = _Enter.apply(gate, [tensor], door)  # type: ignore[no-untyped-call]
-    return entered, door
+def enter(tensors: Sequence[Tensor], needs_gradient: Sequence[bool]) -> tuple[list[Tensor], list[Door]]:
+    """Begin a graph: the tensors as a layer takes them, and the doors where backward leaves gradients."""
+    entered, doors = [], []
+    for tensor, needs in zip(tensors, needs_gradient, strict=True):
+        if needs:
+            gate = torch.empty(0, requires_grad=True)  # without an input that needs one there is no graph
+            door = Door(tensor, gate)
+            tensor = _Enter.apply(gate, [tensor], door)  # type: ignore[no-untyped-call]
+            doors.append(door)
+        entered.append(tensor)
+    return entered, doors
 
 
 def leave(tensor: Tensor) -> tuple[Tensor, Door]:

@@ -4,7 +4,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -64,13 +64,79 @@ class PlainModel(nn.Module):
 
 
 def apply_layer(layer: nn.Module, inputs: Any) -> Any:
-    """Call a layer; a tuple is its arguments."""
-    return layer(*inputs) if isinstance(inputs, tuple) else layer(inputs)
+    """Call a layer; a tuple is its arguments, a dict its keyword arguments."""
+    if isinstance(inputs, tuple):
+        return layer(*inputs)
+    return layer(**inputs) if isinstance(inputs, dict) else layer(inputs)
+
+
+class Tied(NamedTuple):
+    """One of the parameters that are one: a layer's number, and its name within the layer."""
+
+    layer: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{layer_name(self.layer)}.{self.name}"
+
+
+Tie = tuple[Tied, ...]  # the first one owns the values: its state is kept, and trained
+
+
+def find_ties(specs: Sequence[LayerSpec]) -> list[Tie]:
+    """Which parameters are one, from what the specs say, in the order of the layers.
+
+    Raises:
+        UserError: there is no such parameter, or those which are one differ in shape.
+    """
+    members: dict[str, list[Tied]] = {}
+    shapes: dict[Tied, torch.Size] = {}
+    for index, spec in enumerate(specs):
+        if not spec.tied:
+            continue
+        held = {name: p.shape for name, p in _without_memory(spec).named_parameters()}
+        names = spec.tied
+        if isinstance(names, str):
+            names = {name: f"{spec.tied} {number}" for number, name in enumerate(held)}
+        for name, common in names.items():
+            if name not in held:
+                raise UserError(
+                    f"layer {index} ties {name!r}, but its parameters are {', '.join(held) or 'none'}: "
+                    "name one of them in LayerSpec.tied"
+                )
+            members.setdefault(common, []).append(Tied(index, name))
+            shapes[members[common][-1]] = held[name]
+    for one, *others in members.values():
+        for other in others:
+            if shapes[one] != shapes[other]:
+                raise UserError(
+                    f"{one} {list(shapes[one])} and {other} {list(shapes[other])} are tied: "
+                    "they must have the same shape"
+                )
+    return [tuple(tie) for tie in members.values() if len(tie) > 1]
+
+
+def tie_within(layers: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
+    """Where several of a tie are among these layers, by number, make them the first one's parameter."""
+    for tie in ties:
+        here = [tied for tied in tie if tied.layer in layers]
+        if here:
+            parameter = parameter_of(layers, here[0])
+            for tied in here[1:]:
+                module, _, name = tied.name.rpartition(".")
+                setattr(layers[tied.layer].get_submodule(module), name, parameter)
+
+
+def parameter_of(layers: Mapping[int, nn.Module], tied: Tied) -> nn.Parameter:
+    """The parameter in these layers, by number."""
+    return layers[tied.layer].get_parameter(tied.name)
 
 
 def plain_model(specs: Sequence[LayerSpec], seed: int = 0) -> PlainModel:
     """The whole model, built with the same weights that the grid's stages get."""
-    return PlainModel([build_layer(spec, index, seed) for index, spec in enumerate(specs)])
+    modules = {index: build_layer(spec, index, seed) for index, spec in enumerate(specs)}
+    tie_within(modules, find_ties(specs))
+    return PlainModel(list(modules.values()))
 
 
 def count_parameters(spec: LayerSpec) -> int:
@@ -79,18 +145,12 @@ def count_parameters(spec: LayerSpec) -> int:
     Raises:
         UserError: the layer reads values while it is built, which are not there without memory.
     """
-    layer = _built_without_memory(spec)
-    if layer is None:
-        raise UserError(
-            f"layer {spec.title or spec.build} reads values while it is built, and cannot be counted without "
-            "the memory for it: compute them before, outside of its build"
-        )
-    return sum(p.numel() for p in layer.parameters())
+    return sum(p.numel() for p in _without_memory(spec).parameters())
 
 
 def shared_layers(specs: Sequence[LayerSpec]) -> list[tuple[int, int]]:
     """Pairs of layers that hold the same parameter (tied weights), found without the memory for them."""
-    built = [_built_without_memory(spec) for spec in specs]
+    built = [built_without_memory(spec) for spec in specs]
     first: dict[nn.Parameter, int] = {}
     pairs = {
         (first.setdefault(p, index), index)
@@ -100,7 +160,17 @@ def shared_layers(specs: Sequence[LayerSpec]) -> list[tuple[int, int]]:
     return sorted(pair for pair in pairs if pair[0] != pair[1])
 
 
-def _built_without_memory(spec: LayerSpec) -> nn.Module | None:
+def _without_memory(spec: LayerSpec) -> nn.Module:
+    layer = built_without_memory(spec)
+    if layer is None:
+        raise UserError(
+            f"layer {spec.title or spec.build} reads values while it is built, and cannot be counted without "
+            "the memory for it: compute them before, outside of its build"
+        )
+    return layer
+
+
+def built_without_memory(spec: LayerSpec) -> nn.Module | None:
     """The layer on torch's meta device; None where its build reads values (and so makes new ones)."""
     with torch.device("meta"):
         try:

@@ -1,129 +1,192 @@
 """A message between stages: a header of fixed size says what comes, then come the tensors.
 
-    header   int64 [256]: 1 for a tuple or 0 for a tensor | number of tensors |
-             for each: dtype, needs a gradient or not, number of dimensions, dimensions | 0 ...
-    tensors  contiguous, in order, under the header's tag; empty ones are not sent
+    header   2 KiB of JSON: the value's structure; dtype, shape and need of a gradient of each tensor
+    tensors  contiguous, in order, under the header's tag; empty ones are not sent; fp32 may be encoded
 
 So every micro-batch may have other shapes. Gradients go back without a header: their sender was
 told the shapes, and which tensors need one, by the message that brought the activations.
 """
 
+import json
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hpc_train.comm.interface import TAG_LIMIT, PeerLink, Work
+from hpc_train.comm.interface import TAG_LIMIT, Losses, PeerLink, Wire, Work
+from hpc_train.comm.wire import decode, encode, encoded_bytes
 from hpc_train.errors import UserError
+from hpc_train.pipeline.values import put_together, take_apart
 
-Value = Tensor | tuple[Tensor, ...]  # what a layer hands to the next
-
-_HEADER_WORDS = 256  # 2 KiB: every MPI sends that at once, without asking the receiver first
-_DTYPES = (  # numbers on the wire: append only
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
-_MESSAGES = ("activations", "gradients", "answer")
+HEADER_BYTES = 2048  # every MPI sends that at once, without asking the receiver first
+_DTYPES = {str(getattr(torch, name)): getattr(torch, name) for name in (
+    "float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
+    "complex64", "complex128",
+)}  # fmt: skip
+_MESSAGES = ("activations", "gradients", "answer", "tied gradient", "tied parameter")
 
 
-def tag_of(message: str, micro_batch: int = 0) -> int:
-    """The tag of one of the messages "activations", "gradients" and "answer" (a whole model's output)."""
+def tag_of(message: str, number: int = 0) -> int:
+    """The tag of a message of one of the kinds "activations", "gradients", "answer" (a whole model's output),
+    "tied gradient" and "tied parameter"; `number` tells those of a kind apart.
+    """
     span = TAG_LIMIT // len(_MESSAGES)
-    return _MESSAGES.index(message) * span + micro_batch % span
+    return _MESSAGES.index(message) * span + number % span
 
 
-def tensors_of(value: Value) -> tuple[Tensor, ...]:
-    """The tensors of what a layer gives.
+class Form(NamedTuple):
+    """What the receiver of a tensor must know before it comes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    needs_gradient: bool
+
+
+class Description(NamedTuple):
+    """What the receiver of a value must know before it comes."""
+
+    structure: Any
+    forms: tuple[Form, ...]
+
+
+def describe(value: Any) -> tuple[Description, list[Tensor]]:
+    """What a value is, and its tensors.
 
     Raises:
-        UserError: it is neither a tensor nor a tuple of tensors.
+        UserError: it cannot be sent.
     """
-    tensors = value if isinstance(value, tuple) else (value,)
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            inside = " in a tuple" if isinstance(value, tuple) else ""
-            raise UserError(
-                f"a layer gives a {type(tensor).__name__}{inside} to the next stage: only a tensor or a "
-                "tuple of tensors can go there; change the layer, or cut the stages elsewhere"
-            )
-    return tensors
+    structure, tensors = take_apart(value)
+    forms = tuple(Form(str(t.dtype), tuple(t.shape), t.requires_grad) for t in tensors)
+    return Description(structure, forms), tensors
+
+
+class Room:
+    """Memory for a tensor that comes as it is or encoded."""
+
+    def __init__(self, form: Form, wire: Wire, device: torch.device) -> None:
+        self._dtype, self._shape = _DTYPES[form.dtype], form.shape
+        self._wire = _wire_of(self._dtype, wire)
+        if self._wire is None:
+            self.memory = torch.empty(form.shape, dtype=self._dtype, device=device)
+        else:
+            numel = torch.Size(form.shape).numel()
+            self.memory = torch.empty(encoded_bytes(self._wire, numel), dtype=torch.uint8, device=device)
+
+    def tensor(self) -> Tensor:
+        """What came; `memory` belongs to it or is used up."""
+        if self._wire is None:
+            return self.memory
+        values = torch.empty(self._shape, dtype=self._dtype, device=self.memory.device)
+        if values.numel():
+            decode(self.memory, values.view(-1), self._wire)
+        return values
+
+
+def _wire_of(dtype: torch.dtype, wire: Wire) -> Wire | None:
+    """The wire of a tensor; None: it travels as it is."""
+    return wire if wire.lossy and dtype is torch.float32 else None
 
 
 class Outbox:
-    """Messages under way; keeps their tensors alive until they are sent."""
+    """Messages under way; keeps their tensors alive until they are sent.
 
-    def __init__(self) -> None:
-        self._sent: dict[int, list[tuple[Work, Tensor]]] = {}  # by tag
+    Args:
+        link: what carries them.
+        wire: the number format in which fp32 travels.
+    """
 
-    def send(self, link: PeerLink, tensors: Sequence[Tensor], stage: int, tag: int) -> None:
+    def __init__(self, link: PeerLink, wire: Wire = Wire.FP32) -> None:
+        self.losses = Losses()
+        self._link = link
+        self._wire = wire
+        self._sent: dict[tuple[int, int], list[tuple[Work, Tensor]]] = {}  # by stage and tag
+
+    def send(self, tensors: Sequence[Tensor], stage: int, tag: int) -> None:
         """Start to send tensors, none of which may change before they are waited for."""
-        sent = self._sent.setdefault(tag, [])
+        sent = self._sent.setdefault((stage, tag), [])
         for tensor in tensors:
             if tensor.numel():
-                tensor = tensor.detach().contiguous()
-                sent.append((link.isend(tensor, stage, tag), tensor))
+                tensor = self._packed(tensor.detach())
+                sent.append((self._link.isend(tensor, stage, tag), tensor))
 
-    def send_message(self, link: PeerLink, value: Value, stage: int, tag: int) -> None:
-        """Start to send a header and then the tensors of `value`."""
-        self.send(link, [_header(value), *tensors_of(value)], stage, tag)
+    def send_message(self, value: Any, stage: int, tag: int) -> Description:
+        """Start to send a header and then the tensors of `value`; returns what the header says."""
+        description, tensors = describe(value)
+        header = _header(description)
+        self._sent.setdefault((stage, tag), []).append((self._link.isend(header, stage, tag), header))
+        self.send(tensors, stage, tag)
+        return description
 
-    def wait(self, tag: int) -> None:
-        """Return when all that was sent under `tag` has gone."""
-        for work, _ in self._sent.pop(tag, ()):
+    def wait(self, stage: int, tag: int) -> None:
+        """Return when all that was sent to `stage` under `tag` has gone."""
+        for work, _ in self._sent.pop((stage, tag), ()):
             work.wait()
 
-    def wait_all(self) -> None:
-        """Return when everything has gone."""
-        for tag in list(self._sent):
-            self.wait(tag)
+    def wait_all(self, stage: int | None = None) -> None:
+        """Return when everything has gone, or all that goes to `stage`."""
+        for at, tag in list(self._sent):
+            if stage in (None, at):
+                self.wait(at, tag)
+
+    def _packed(self, tensor: Tensor) -> Tensor:
+        wire = _wire_of(tensor.dtype, self._wire)
+        if wire is None:
+            return tensor.contiguous()
+        words = torch.empty(encoded_bytes(wire, tensor.numel()), dtype=torch.uint8, device=tensor.device)
+        encode(tensor.reshape(-1), words, wire, self.losses)
+        return words
 
 
-def receive(link: PeerLink, tensors: Sequence[Tensor], stage: int, tag: int) -> list[Work]:
-    """Start to receive into tensors what `Outbox.send` sends."""
-    return [link.irecv(tensor, stage, tag) for tensor in tensors if tensor.numel()]
+def receive(link: PeerLink, rooms: Sequence[Room], stage: int, tag: int) -> list[Work]:
+    """Start to receive into rooms what `Outbox.send` sends."""
+    return [link.irecv(room.memory, stage, tag) for room in rooms if room.memory.numel()]
 
 
-def receive_message(
-    link: PeerLink, stage: int, tag: int, device: torch.device
-) -> tuple[Value, tuple[bool, ...]]:
-    """Wait for what `Outbox.send_message` sends: the value, and which of its tensors need a gradient."""
-    header = torch.empty(_HEADER_WORDS, dtype=torch.int64)
-    link.irecv(header, stage, tag).wait()
-    is_tuple, num_tensors, *words = header.tolist()
-    tensors, needs_gradient = [], []
-    for _ in range(num_tensors):
-        dtype, needs, num_dims, *words = words
-        shape, words = words[:num_dims], words[num_dims:]
-        tensors.append(torch.empty(shape, dtype=_DTYPES[dtype], device=device))
-        needs_gradient.append(bool(needs))
-    for work in receive(link, tensors, stage, tag):
-        work.wait()
-    return tuple(tensors) if is_tuple else tensors[0], tuple(needs_gradient)
+class Expected:
+    """A message that `Outbox.send_message` sends: the receive of its header is posted at once."""
+
+    def __init__(self, link: PeerLink, stage: int, tag: int, wire: Wire, device: torch.device) -> None:
+        self._link, self._stage, self._tag = link, stage, tag
+        self._wire, self._device = wire, device
+        self._header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        self._work = link.irecv(self._header, stage, tag)
+
+    def take(self) -> tuple[Any, list[Tensor], Description]:
+        """Wait for it: what `put_together` makes the value of, and what the header says."""
+        self._work.wait()
+        description = _description(self._header.numpy().tobytes())
+        rooms = [Room(form, self._wire, self._device) for form in description.forms]
+        for work in receive(self._link, rooms, self._stage, self._tag):
+            work.wait()
+        return description.structure, [room.tensor() for room in rooms], description
 
 
-def _header(value: Value) -> Tensor:
-    """What the receiver must know before the tensors of `value` come."""
-    tensors = tensors_of(value)
-    words = [int(isinstance(value, tuple)), len(tensors)]
-    for tensor in tensors:
-        if tensor.dtype not in _DTYPES:
+def receive_message(link: PeerLink, stage: int, tag: int, wire: Wire, device: torch.device) -> Any:
+    """Wait for what `Outbox.send_message` sends."""
+    structure, tensors, _ = Expected(link, stage, tag, wire, device).take()
+    return put_together(structure, tensors)
+
+
+@lru_cache(maxsize=256)
+def _header(description: Description) -> Tensor:
+    """The header of a message; nobody changes it."""
+    for form in description.forms:
+        if form.dtype not in _DTYPES:
             raise UserError(
-                f"a layer gives {tensor.dtype} to the next stage, which cannot be sent: convert it"
+                f"a layer gives {form.dtype} to the next stage, which cannot be sent: convert it"
             )
-        words += [_DTYPES.index(tensor.dtype), int(tensor.requires_grad), tensor.dim(), *tensor.shape]
-    if len(words) > _HEADER_WORDS:
+    data = json.dumps(description).encode()
+    if len(data) > HEADER_BYTES:
         raise UserError(
-            f"a layer gives {len(tensors)} tensors to the next stage, more than a message holds "
-            f"(their shapes need {len(words)} numbers, of {_HEADER_WORDS}): join some, or cut elsewhere"
+            f"a layer gives {len(description.forms)} tensors to the next stage, more than a message holds "
+            f"(they need {len(data)} bytes to be described, of {HEADER_BYTES}): join some, or cut elsewhere"
         )
-    return torch.tensor(words + [0] * (_HEADER_WORDS - len(words)), dtype=torch.int64)
+    return torch.frombuffer(bytearray(data.ljust(HEADER_BYTES)), dtype=torch.uint8)
+
+
+@lru_cache(maxsize=256)
+def _description(data: bytes) -> Description:
+    structure, forms = json.loads(data)
+    return Description(structure, tuple(Form(dtype, tuple(shape), needs) for dtype, shape, needs in forms))

@@ -8,10 +8,12 @@ from torch import nn
 
 from hpc_train.comm.loopback import run_ranks
 from hpc_train.grid import Grid
-from hpc_train.pipeline.layers import LayerSpec, build_layer, layer_name, plain_model
+from hpc_train.pipeline.layers import LayerSpec, build_layer, find_ties, layer_name, plain_model, tie_within
 from hpc_train.pipeline.partition import split_by_hand
 from hpc_train.pipeline.runtime import Pipeline
+from hpc_train.pipeline.schedules import find
 from hpc_train.pipeline.stage import Stage
+from hpc_train.pipeline.ties import Ties
 from hpc_train.stopwatch import Stopwatch
 
 TOLERANCE = {"rtol": 1e-11, "atol": 1e-13}  # fp64 on both sides; only the order of sums differs
@@ -45,37 +47,61 @@ def batch(sizes, width=4, seed=7):
     ]
 
 
-def on_stages(specs, split, body, schedule="1f1b", loss=squared_error, links=None):
-    """Call `body(pipeline)` on every stage; `split[s]` layers stand on stage s.  Results by stage."""
+def on_stages(
+    specs, split, body, schedule="1f1b", loss=squared_error, links=None, chunks=None, **options
+):
+    """Call `body(pipeline)` on every stage; `split[c]` layers are in chunk c.  Results by stage."""
+    rule = find(schedule, chunks)
+    num_stages = len(split) // rule.chunks
 
     def rank_body(world):
-        num_stages = len(split)
-        held = split_by_hand(split, len(specs), num_stages)[world.rank]
-        modules = [(layer_name(i), build_layer(specs[i], i, seed=0)) for i in held]
-        stage = Stage(modules, is_first=world.rank == 0, is_last=world.rank == num_stages - 1)
+        stage_of = [rule.stage_of(chunk, num_stages) for chunk in range(len(split))]
+        cut = split_by_hand(split, len(specs), len(split))
+        held = {chunk: cut[chunk] for chunk, at in enumerate(stage_of) if at == world.rank}
+        built = {i: build_layer(specs[i], i, seed=0) for layers in held.values() for i in layers}
+        found = find_ties(specs)
+        tie_within(built, found)
+        modules = {chunk: [(layer_name(i), built[i]) for i in layers] for chunk, layers in held.items()}
+        stage = Stage(modules, len(split))
         link = links.link(world.rank) if links else world.peer_link(Grid(1, num_stages))
-        return body(Pipeline(stage, link, world.rank, num_stages, schedule, loss, Stopwatch()))
+        where = {i: stage_of[chunk] for chunk, layers in enumerate(cut) for i in layers}
+        ties = Ties(found, built, where, world.rank, link)
+        ties.share_parameters()
+        return body(
+            Pipeline(
+                stage, link, world.rank, num_stages, rule, loss, Stopwatch(), ties=ties if found else None, **options
+            )
+        )
 
-    return run_ranks(len(split), rank_body, timeout_s=60)
+    return run_ranks(num_stages, rank_body, timeout_s=60)
 
 
 def gradients_of(module):
     return {name: p.grad for name, p in module.named_parameters()}
 
 
-def check_parity(specs, split, micro_batches, schedule="1f1b", loss=squared_error, links=None, runs=1):
+def check_parity(
+    specs,
+    split,
+    micro_batches,
+    schedule="1f1b",
+    loss=squared_error,
+    links=None,
+    runs=1,
+    chunks=None,
+    tolerance=TOLERANCE,
+    **options,
+):
     """Loss and all gradients are those of the whole batch in one plain model."""
-    num_samples = sum(len(target) for _, target in micro_batches)
-    scale = 1 / max(1, num_samples)
-    last = len(split) - 1
+    scale = 1 / max(1, sum(len(target) for _, target in micro_batches))
 
     def body(pipeline):
-        at = pipeline.stage_index
-        mine = micro_batches if at in (0, last) else [None] * len(micro_batches)
-        losses = [pipeline.run(mine, scale) for _ in range(runs)]
-        return losses, gradients_of(pipeline.stage)
+        ends = pipeline.stage.is_first or pipeline.stage.is_last
+        mine = micro_batches if ends else [None] * len(micro_batches)
+        losses = [pipeline.run(mine, scale).total for _ in range(runs)]
+        return pipeline.stage.is_last, losses, gradients_of(pipeline.stage)
 
-    results = on_stages(specs, split, body, schedule, loss, links)
+    results = on_stages(specs, split, body, schedule, loss, links, chunks, **options)
     model = plain_model(specs, seed=0)
     expected = 0.0
     if micro_batches:
@@ -89,18 +115,19 @@ def check_parity(specs, split, micro_batches, schedule="1f1b", loss=squared_erro
         expected = total.item()
         if total.requires_grad:
             (total * scale * runs).backward()
-    for stage, (losses, _) in enumerate(results):
+    for is_last, losses, _ in results:
         for value in losses:
-            torch.testing.assert_close(value, expected if stage == last else 0.0, **TOLERANCE)
-    found = {name: gradient for _, gradients in results for name, gradient in gradients.items()}
+            torch.testing.assert_close(value, expected if is_last else 0.0, **tolerance)
+    found = {name: gradient for *_, gradients in results for name, gradient in gradients.items()}
     wanted = gradients_of(model)
-    assert list(found) == list(wanted)
+    borrowed = {str(tied) for tie in find_ties(specs) for tied in tie[1:]}
+    assert set(found) - borrowed == set(wanted)
     for name, gradient in wanted.items():
         if gradient is None or found[name] is None:
             assert gradient is found[name] is None, name
         else:
             torch.testing.assert_close(
-                found[name], gradient, msg=lambda text, name=name: f"{name}: {text}", **TOLERANCE
+                found[name], gradient, msg=lambda text, name=name: f"{name}: {text}", **tolerance
             )
 
 

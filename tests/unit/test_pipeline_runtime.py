@@ -19,18 +19,27 @@ from hpc_train.errors import PeerLost, UserError
 from hpc_train.pipeline.layers import plain_model
 
 SPLITS = {1: [8], 2: [3, 5], 3: [1, 5, 2], 4: [2, 2, 2, 2]}
+SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def cut(num_stages, schedule):
+    """Layers of each chunk, of 8 layers, or of 12 where a stage has two chunks."""
+    if schedule not in ("interleaved", "zb-v"):
+        return SPLITS[num_stages]
+    return [12 // (2 * num_stages)] * (2 * num_stages) if num_stages < 4 else [2, 1, 2, 1, 2, 1, 2, 1]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "samples", [(3, 3, 3, 3, 3, 2), (2, 1), (5,), ()], ids=["ragged", "few", "one", "none"]
 )
 def test_parity(num_stages, schedule, samples):
-    check_parity(stacked(8), SPLITS[num_stages], batch(samples), schedule)
+    split = cut(num_stages, schedule)
+    check_parity(stacked(sum(split)), split, batch(samples), schedule)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 4, 9])
 def test_no_deadlock_where_a_send_ends_only_once_its_receive_is_posted(
@@ -38,7 +47,8 @@ def test_no_deadlock_where_a_send_ends_only_once_its_receive_is_posted(
 ):
     links = RendezvousLinks()
     samples = [3] * (num_micro_batches - 1) + [1]
-    check_parity(stacked(8), SPLITS[num_stages], batch(samples), schedule, links=links, runs=2)
+    split = cut(num_stages, schedule)
+    check_parity(stacked(sum(split)), split, batch(samples), schedule, links=links, runs=2)
     links.check_all_is_over()
 
 
@@ -186,7 +196,8 @@ def test_shares_may_change_from_step_to_step():
     model = plain_model(specs)
     for i, share in enumerate(shares):
         expected = sum(squared_error(model(x), y).sum().item() for x, y in batch(share, seed=i))
-        assert losses[i] == pytest.approx(expected, rel=1e-12)
+        assert losses[i].total == pytest.approx(expected, rel=1e-12)
+        assert losses[i].weight == sum(share)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
@@ -207,13 +218,13 @@ def test_evaluate_sums_loss_and_metrics_in_eval_mode(num_stages):
     model = plain_model(specs).eval()
     inputs, targets = map(torch.cat, zip(*data, strict=True))
     output = model(inputs)
-    assert sums["loss"] == pytest.approx(squared_error(output, targets).sum().item(), rel=1e-12)
-    assert sums["above"] == (output > targets).all(1).sum().item()
+    assert sums["loss"].total == pytest.approx(squared_error(output, targets).sum().item(), rel=1e-12)
+    assert sums["above"] == ((output > targets).all(1).sum().item(), 11)
 
 
 def test_evaluate_without_samples():
     results = on_stages(stacked(2), [1, 1], lambda pipeline: pipeline.evaluate([], lambda output, target: {}))
-    assert results == [{}, {"loss": 0.0}]
+    assert results == [{}, {"loss": (0.0, 0.0)}]
 
 
 def test_evaluate_under_rendezvous_keeps_one_output_under_way():
@@ -271,12 +282,12 @@ def test_a_metric_that_is_no_tensor_is_refused():
         )
 
 
-def test_a_layer_that_gives_no_tensor_is_refused():
+def test_what_cannot_be_sent_is_refused():
     class Named(nn.Module):
         def forward(self, x):
-            return {"x": x}
+            return {x}
 
-    with pytest.raises(UserError, match="a layer gives a dict to the next stage"):
+    with pytest.raises(UserError, match="a layer gives a set to the next"):
         on_stages(layers(Named, nn.Identity), [1, 1], lambda pipeline: pipeline.run(batch([3]), 1.0))
 
 
