@@ -56,7 +56,7 @@ def train(
     """Train.  Alone it is one rank; under mpirun, mpiexec or srun all ranks."""
     from hpc_train.launch.signals import SignalFlag
     from hpc_train.training.guard import guard, together
-    from hpc_train.training.worker import Layout
+    from hpc_train.training.layout import Layout
 
     signal = SignalFlag()
     signal.__enter__()  # until the process ends: a signal while loading or sampling must not kill it
@@ -89,7 +89,7 @@ def parity(
 ) -> None:
     """Compare this grid's steps with plain PyTorch on the whole batch; exit code 0 or 1."""
     from hpc_train.training.guard import guard, together
-    from hpc_train.training.worker import Layout
+    from hpc_train.training.layout import Layout
 
     world, (settings, task) = _start(config, overrides)
 

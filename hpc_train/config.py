@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -44,6 +45,18 @@ Bytes = Annotated[PositiveInt, BeforeValidator(parse_bytes)]
 
 
 WireName = Literal["fp32", "fp16", "bf16", "int8"]
+
+
+_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+
+
+def _check_schedule(name: str) -> str:
+    if name not in _SCHEDULES and not name.endswith(".csv"):
+        raise ValueError(f"known are {', '.join(_SCHEDULES)}, and files that end in .csv")
+    return name
+
+
+ScheduleName = Annotated[str, AfterValidator(_check_schedule)]
 
 
 class Section(BaseModel):
@@ -108,8 +121,11 @@ class GradientSettings(Section):
 class PipelineSettings(Section):
     """How layers become stages, and in which order micro-batches flow."""
 
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
-    split: Literal["auto"] | tuple[PositiveInt, ...] = "auto"  # or layers of each stage: [4, 2]
+    schedule: ScheduleName = "1f1b"  # or a file in PyTorch's notation that ends in .csv
+    chunks: NonNegativeInt = 0  # that a stage holds; 0: as the schedule has it, 2 with interleaved
+    split: Literal["auto"] | tuple[PositiveInt, ...] = "auto"  # or layers of each chunk: [4, 2]
+    wire: Literal["fp32", "fp16", "bf16"] = "fp32"  # of activations and their gradients between stages
+    recompute: Literal["none", "all", "auto"] = "none"  # activations in backward, instead of keeping them
 
 
 class CheckpointSettings(Section):

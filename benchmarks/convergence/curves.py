@@ -14,8 +14,9 @@ from hpc_train.comm.interface import World
 from hpc_train.config import Settings, load
 from hpc_train.data.sampler import Cursor, take
 from hpc_train.tasks.task import Task
+from hpc_train.training.layout import Layout
 from hpc_train.training.optimizer import learning_rate, make_optimizer
-from hpc_train.training.worker import Layout, Worker
+from hpc_train.training.worker import Worker
 
 Batch = tuple[Tensor, Tensor]
 _SAMPLES_A_RANK = 4

@@ -21,8 +21,9 @@ from hpc_train.bench.turns import Contestant, rounds_within, take_turns
 from hpc_train.config import Settings, load
 from hpc_train.tasks.find import load_task
 from hpc_train.tasks.task import Task
+from hpc_train.training.layout import Layout
 from hpc_train.training.optimizer import make_optimizer
-from hpc_train.training.worker import Layout, Worker
+from hpc_train.training.worker import Worker
 
 CASES = {"1 host x 1 rank": Place(1, 1)}
 SAMPLES = 8

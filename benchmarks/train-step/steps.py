@@ -18,8 +18,9 @@ from hpc_train.bench.turns import Contestant
 from hpc_train.comm.interface import World
 from hpc_train.config import Settings, load
 from hpc_train.tasks.task import Task
+from hpc_train.training.layout import Layout
 from hpc_train.training.optimizer import make_optimizer
-from hpc_train.training.worker import Layout, Worker
+from hpc_train.training.worker import Worker
 
 Batch = tuple[Tensor, Tensor]
 POWERSGD = "powersgd"

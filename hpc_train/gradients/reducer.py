@@ -38,6 +38,8 @@ class Reducer:
         collective: the replicas; None where gradients stay this replica's own, and nothing is summed.
         method: how a bucket is summed.
         overlap: sum during backward; else, or where the collective allows no thread, in `finish`.
+        further: gradients that a parameter gets beside those of passes, by name: where tied weights on other
+            stages send theirs.
         average: divide each sum by the number of replicas.
 
     `exposed_s`: time that `finish` held up the last step.  `summed_s`: time that its sums took.
@@ -52,6 +54,7 @@ class Reducer:
         method: Method = Whole(),  # noqa: B008  (frozen)
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         overlap: bool = True,
+        further: Mapping[str, int] | None = None,
         average: bool = False,
     ) -> None:
         self.parameters = [parameter for _, parameter in trained(named_parameters)]
@@ -71,6 +74,7 @@ class Reducer:
             self._replica = collective.rank
             self._divisor = collective.size if average else 1
 
+        self._further = further or {}
         self._passes = 0
         self._waiting_for: list[int] = []  # by bucket: parameters that lack gradients
         self._handed_over: list[bool] = []
@@ -250,7 +254,7 @@ class Reducer:
             if self._handed_over[bucket.index]:
                 return  # a late one: it stays apart, in a p.grad of its own
             slot.keep()
-            if slot.fired == self._passes:
+            if slot.fired == self._passes + self._further.get(slot.name, 0):
                 self._waiting_for[bucket.index] -= 1
                 if self._waiting_for[bucket.index] == 0 and self._thread is not None:
                     self._hand_over(bucket)

@@ -101,7 +101,9 @@ class BatchStatistics:
 
 def _statistics(module: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
     mean, var, batches = module.running_mean, module.running_var, module.num_batches_tracked
-    assert mean is not None and var is not None and batches is not None
+    assert mean is not None
+    assert var is not None
+    assert batches is not None
     return mean, var, batches
 
 
@@ -111,4 +113,4 @@ def _sum(parts: Sequence[Tensor], collective: Collective) -> list[Tensor]:
         return list(parts)
     buffer = torch.cat(list(parts)).float()
     collective.sum_(buffer, Wire.FP32)
-    return list(buffer.double().split([len(part) for part in parts]))
+    return list(torch.split(buffer.double(), [len(part) for part in parts]))

@@ -30,3 +30,7 @@ class Draws:
             key = struct.pack("<qqq", self.step_seed, sample, layer)
             digest = hashlib.blake2b(key, digest_size=8).digest()
             self._generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+    def state(self) -> torch.Tensor:
+        """Where the generator is: it changes when something draws."""
+        return self._generator.get_state()

@@ -52,7 +52,9 @@ class Later(TorchFunctionMode):
                 return _Halved.apply(x, operation, [weight, bias], options, self._kept)  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
-    def backward_inputs(self, roots: Sequence[Tensor], gates: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    def backward_inputs(
+        self, roots: Sequence[Tensor], gates: Sequence[Tensor], others: Sequence[Tensor]
+    ) -> None:
         """I: backward from the roots to the gates of the chunk's inputs (see boundary.py).
 
         `others` are the trained parameters of the chunk.
@@ -131,7 +133,9 @@ def _linear_input_gradient(gradient: Tensor, x: Tensor, weight: Tensor, options:
 
 def _linear_weight_gradients(kept: _Kept) -> list[tuple[Tensor, Tensor]]:
     gradient = kept.gradient.reshape(-1, kept.gradient.shape[-1])
-    gradients: list[tuple[Tensor, Tensor]] = [(kept.weight, gradient.T @ kept.x.reshape(-1, kept.x.shape[-1]))]
+    gradients: list[tuple[Tensor, Tensor]] = [
+        (kept.weight, gradient.T @ kept.x.reshape(-1, kept.x.shape[-1]))
+    ]
     if kept.bias is not None:
         gradients.append((kept.bias, gradient.sum(0)))
     return gradients

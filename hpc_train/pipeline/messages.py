@@ -174,9 +174,7 @@ def _header(description: Description) -> Tensor:
     """The header of a message; nobody changes it."""
     for form in description.forms:
         if form.dtype not in _DTYPES:
-            raise UserError(
-                f"a layer gives {form.dtype} to the next stage, which cannot be sent: convert it"
-            )
+            raise UserError(f"a layer gives {form.dtype} to the next stage, which cannot be sent: convert it")
     data = json.dumps(description).encode()
     if len(data) > HEADER_BYTES:
         raise UserError(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpc_train.comm.interface import PeerLink, Wire
 from hpc_train.errors import UserError
-from hpc_train.pipeline.actions import Action, Kind, Order
+from hpc_train.pipeline.actions import Kind, Order
 from hpc_train.pipeline.batch_statistics import BatchStatistics
 from hpc_train.pipeline.boundary import Door, enter
 from hpc_train.pipeline.check import validate

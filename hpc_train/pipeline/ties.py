@@ -30,7 +30,7 @@ class _Loan(NamedTuple):
 
 
 class Ties:
-    """This stage's part in all ties.
+    """What a stage has to do for all ties.
 
     Args:
         ties: of the whole model, from `layers.find_ties`.
@@ -44,7 +44,7 @@ class Ties:
         self,
         ties: Sequence[Tie],
         layers: Mapping[int, nn.Module],
-        stage_of: Mapping[int, int],
+        stage_of: Sequence[int],
         stage: int,
         link: PeerLink,
     ) -> None:
@@ -60,6 +60,11 @@ class Ties:
             elif stage in others:
                 mine = next(tied for tied in tie if tied.layer in layers)
                 self.borrowed.append(_Loan(parameter_of(layers, mine), owner, number))
+
+    @property
+    def borrowed_parameters(self) -> set[nn.Parameter]:
+        """Those whose state is kept, and updated, on another stage."""
+        return {loan.parameter for loan in self.borrowed}
 
     def contributions(self, parameter: nn.Parameter) -> int:
         """How many gradients of other stages are added to this parameter's in a step."""

@@ -7,7 +7,7 @@
 check.py says when a message is waited for, and why that cannot deadlock.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +15,14 @@ from torch import Tensor
 
 from hpc_train.comm.interface import PeerLink, Wire, Work
 from hpc_train.pipeline.actions import Action, Kind
-from hpc_train.pipeline.messages import Expected, Form, Outbox, Room, describe, receive, tag_of
-from hpc_train.pipeline.values import put_together
+from hpc_train.pipeline.messages import Expected, Outbox, Room, describe, receive, tag_of
 from hpc_train.stopwatch import Stopwatch
 
 Spot = tuple[int, int]  # a chunk and a micro-batch
 
 
 class Traffic:
-    """This stage's side of all boundaries between chunks.
+    """A stage's side of all boundaries between chunks.
 
     Args:
         link: to the other stages of the replica.
@@ -60,12 +59,11 @@ class Traffic:
         return sum(box.overflows for box in boxes), sum(box.underflows for box in boxes)
 
     def begin(self, row: Iterable[Action]) -> None:
-        """Forget what an earlier run left, and expect the first of the messages that a row of actions takes."""
-        self._outputs.clear()
-        self._handed_back.clear()
-        self._arriving.clear()
-        self._expected = None
-        wanted = [(a.chunk, a.micro_batch) for a in row if a.kind is Kind.F and self._before(a.chunk) is not None]
+        """Forget what an earlier run left, and expect the first message that a row of actions takes."""
+        self._forget()
+        wanted = [
+            (a.chunk, a.micro_batch) for a in row if a.kind is Kind.F and self._before(a.chunk) is not None
+        ]
         self._receives = wanted[::-1]
         self._expect_next()
 
@@ -74,7 +72,8 @@ class Traffic:
         spot = chunk, micro_batch
         if spot in self._outputs:
             return self._outputs.pop(spot)
-        assert self._expected is not None and self._expected[0] == spot, f"{spot} is not next"
+        assert self._expected is not None
+        assert self._expected[0] == spot, f"{spot} is not next"
         with self._stopwatch.timing("wait"):
             structure, tensors, description = self._expected[1].take()
         self._expect_next()
@@ -136,6 +135,13 @@ class Traffic:
         with self._stopwatch.timing("wait"):
             self._activations.wait_all()
             self._gradients.wait_all()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._outputs.clear()
+        self._handed_back.clear()
+        self._arriving.clear()
+        self._expected = None
 
     def _before(self, chunk: int) -> int | None:
         """The stage that sends a chunk its input; None where it comes without a message."""

@@ -49,8 +49,8 @@ def _structure(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return ("dict", *((key, _structure(part, tensors)) for key, part in value.items()))
     raise UserError(
-        f"a layer gives a {type(value).__name__} to the next: only tensors, None, numbers, texts, and tuples, "
-        "lists and dicts (with texts as keys) of them can go to another stage; change the layer"
+        f"a layer gives a {type(value).__name__} to the next: only tensors, None, numbers, texts, and "
+        "tuples, lists and dicts (with texts as keys) of them can go to another stage; change the layer"
     )
 
 

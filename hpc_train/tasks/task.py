@@ -1,6 +1,6 @@
 """What a user brings: a model as a list of layers, a loss, and data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -42,7 +42,7 @@ class Task:
         """The samples of `split`: "train" or "eval"."""
         raise TypeError(f"{type(self).__name__} must define dataset()")
 
-    def metrics(self, output: Any, target: Any) -> dict[str, Figures]:
+    def metrics(self, output: Any, target: Any) -> Mapping[str, Figures]:
         """Further figures for evaluation, each like a loss; their means over the split are shown."""
         return {}
 

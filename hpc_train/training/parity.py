@@ -1,7 +1,7 @@
 """`hpc-train parity`: the same steps on the grid and in one plain PyTorch process, compared.
 
-Rank 0 also runs the plain side: the whole model, the whole batch at once, torch's own clipping and
-optimizer, and nothing of pipeline, buckets or wires.
+Rank 0 also runs the plain side: the whole model in one process, torch's own clipping and optimizer, and
+nothing of schedules, buckets or wires.
 """
 
 import math
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
 from hpc_train.comm.interface import ControlPlane, World
@@ -20,11 +21,13 @@ from hpc_train.data.loader import to_device
 from hpc_train.data.sampler import Cursor, take
 from hpc_train.errors import UserError
 from hpc_train.grid import Grid
-from hpc_train.pipeline.layers import PlainModel
+from hpc_train.pipeline.draws import Draws
+from hpc_train.pipeline.layers import PlainModel, apply_layer
 from hpc_train.tasks.task import Task
 from hpc_train.training.compression import sum_method
+from hpc_train.training.layout import Layout
 from hpc_train.training.optimizer import learning_rate, make_optimizer, set_learning_rate
-from hpc_train.training.worker import Layout, Worker
+from hpc_train.training.worker import Worker
 
 Named = Mapping[str, Tensor]
 
@@ -126,19 +129,42 @@ def check_comparable(settings: Settings, steps: int) -> None:
 
 
 class PlainSide:
-    """One process, the whole batch, plain PyTorch."""
+    """One process, plain PyTorch, and the whole batch at once wherever its cut cannot be seen.
+
+    Where layers normalise over micro-batches (BatchNorm) or draw random numbers (dropout), the plain model
+    takes the same micro-batches one after the other, and draws the same numbers.
+    """
 
     def __init__(self, settings: Settings, task: Task, device: torch.device) -> None:
         self._settings = settings
         self._task = task
+        self._draws = Draws(device)
         self.model: PlainModel = task.plain_model(settings.seed).to(device)
         self.optimizer = make_optimizer(settings.optimizer, self.model.parameters())
+        self._cut_matters: bool | None = None
 
-    def step(self, batch: tuple[Any, Any], rate: float) -> tuple[float, dict[str, Tensor]]:
-        """One update; returns the loss and the gradients before clipping, by name."""
-        inputs, target = batch
+    def step(
+        self, parts: Sequence[tuple[int, tuple[Any, Any]]], whole: tuple[Any, Any], rate: float, seed: int
+    ) -> tuple[float, dict[str, Tensor]]:
+        """One update; returns the loss and the gradients before clipping, by name.
+
+        Args:
+            parts: the micro-batches, with the number of each one's first sample in the batch.
+            whole: all of them as one batch.
+            rate: the learning rate.
+            seed: of what layers draw.
+        """
+        self._draws.step_seed = seed
         self.model.zero_grad()
-        loss = self._task.loss(self.model(inputs), target).mean()
+        if self._cut_matters is None:
+            self._cut_matters = self._sees_the_cut(whole[0])
+        total = weight = torch.zeros((), dtype=torch.float64)
+        for first, (inputs, target) in parts if self._cut_matters else [(0, whole)]:
+            figures = self._task.loss(self._forward(inputs, first), target)
+            losses, weights = figures if isinstance(figures, tuple) else (figures, torch.ones_like(figures))
+            total = total + losses.sum(dtype=torch.float64).cpu()
+            weight = weight + weights.sum(dtype=torch.float64).cpu()
+        loss = total / weight
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
@@ -151,6 +177,21 @@ class PlainSide:
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
         return float(loss.detach()), gradients
+
+    def _forward(self, inputs: Any, first: int) -> Any:
+        for number, layer in enumerate(self.model.layers):
+            self._draws.start(first, number)
+            inputs = apply_layer(layer, inputs)
+        return inputs
+
+    @torch.no_grad()
+    def _sees_the_cut(self, inputs: Any) -> bool:
+        """Whether a layer normalises over the batch, or draws random numbers."""
+        if any(isinstance(module, _BatchNorm) for module in self.model.modules()):
+            return True
+        before = self._draws.state()
+        self.model(inputs)
+        return not torch.equal(before, self._draws.state())
 
 
 def compare(
@@ -183,17 +224,23 @@ def compare(
             len(dataset), settings.seed, cursor, settings.batch.size, shares or (1,) * layout.grid.replicas
         )
         cursor = batch.next
-        mine = batch.indices[layout.place.replica]
+        firsts = [sum(map(len, batch.indices[:replica])) for replica in range(layout.grid.replicas)]
+        mine, first = batch.indices[layout.place.replica], firsts[layout.place.replica]
         micro_batches = [_load(dataset, mine[i : i + size], layout) for i in range(0, len(mine), size)]
-        outcome = worker.backward(micro_batches, batch.size)
+        outcome = worker.backward(micro_batches, batch.size, len(mine), step, first)
         worker.complete_gradients()
         gradients = _whole(worker.control, worker, lambda p: p.grad)
         rate = learning_rate(settings.optimizer, step, settings.train.steps)
         worker.update(outcome, rate)
         parameters = _whole(worker.control, worker, lambda p: p)
         if plain is not None:
-            everything = _load(dataset, [i for part in batch.indices for i in part], layout)
-            loss, expected = plain.step(everything, rate)
+            whole = _load(dataset, [i for part in batch.indices for i in part], layout)
+            parts = [
+                (first + i, _load(dataset, part[i : i + size], layout))
+                for first, part in zip(firsts, batch.indices, strict=True)
+                for i in range(0, len(part), size)
+            ]
+            loss, expected = plain.step(parts, whole, rate, step)
             where = f"step {step + 1}"
             judge.see("loss", relative(abs(outcome.loss - loss), abs(loss)), where)
             if worker.method.error_feedback:

@@ -8,7 +8,7 @@ from hpc_train.pipeline.layers import count_parameters
 from hpc_train.pipeline.schedules import find
 from hpc_train.pipeline.simulate import simulate
 from hpc_train.tasks.task import Task
-from hpc_train.training.worker import layer_costs, make_grid, split_layers
+from hpc_train.training.layout import layer_costs, make_grid, split_layers
 
 _LEFT_OUT = "..."
 

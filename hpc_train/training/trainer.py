@@ -34,10 +34,12 @@ from hpc_train.errors import EXIT_OK, EXIT_STOPPED, UserError
 from hpc_train.launch.signals import SignalFlag
 from hpc_train.observe.metrics import RunDirectory
 from hpc_train.observe.progress import Progress
+from hpc_train.pipeline.samples import Sum
 from hpc_train.tasks.task import Task
+from hpc_train.training.layout import Layout
 from hpc_train.training.optimizer import learning_rate
 from hpc_train.training.tuning import Tuning
-from hpc_train.training.worker import Layout, Worker
+from hpc_train.training.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -157,8 +159,10 @@ class Trainer:
         mine = batch.indices[self.place.replica]
         micro_batches = self.train_data.load(mine, self.cursor.epoch)
         _seed_everything(self.settings.seed, plan.step, *self.place)
+        first_sample = sum(map(len, batch.indices[: self.place.replica]))
 
-        outcome = self.worker.backward(micro_batches, batch.size, own_samples=len(mine))
+        seed = _seed(self.settings.seed, plan.step)
+        outcome = self.worker.backward(micro_batches, batch.size, len(mine), seed, first_sample)
         rate = learning_rate(self.settings.optimizer, self.done, self.settings.train.steps)
         rate *= plan.learning_rate_scale
         self.worker.update(outcome, rate)
@@ -209,14 +213,18 @@ class Trainer:
         shares = cut(whole, [1] * self.replicas)
         first = sum(shares[: self.place.replica])
         mine = np.arange(first, first + shares[self.place.replica])
-        sums: dict[str, float] = {}
+        sums: dict[str, Sum] = {}
         for begin in range(0, len(mine), self.settings.batch.size):
             micro_batches = self.eval_data.load(mine[begin : begin + self.settings.batch.size], epoch=0)
-            for name, value in self.worker.pipeline.evaluate(micro_batches, self.task.metrics).items():
-                sums[name] = sums.get(name, 0.0) + value
-        parts = [json.loads(part) for part in self.control.all_gather(json.dumps(sums).encode())]
-        names = sorted({name for part in parts for name in part})
-        means = {name: sum(part.get(name, 0.0) for part in parts) / whole for name in names}
+            for name, part in self.worker.pipeline.evaluate(micro_batches, self.task.metrics).items():
+                sums[name] = sums.get(name, Sum(0.0, 0.0)) + part
+        totals: dict[str, Sum] = {}
+        for data in self.control.all_gather(json.dumps(sums).encode()):
+            for name, numbers in json.loads(data).items():
+                totals[name] = totals.get(name, Sum(0.0, 0.0)) + Sum(*numbers)
+        means = {
+            name: total / weight if weight else math.nan for name, (total, weight) in sorted(totals.items())
+        }
         self._evaluation = means
         self.run.record({"step": self.done, **{f"eval_{name}": value for name, value in means.items()}})
         self.progress.note("evaluation: " + ", ".join(f"{name} {value:.4f}" for name, value in means.items()))
@@ -327,9 +335,17 @@ class _Split:
             self._loader.close()
 
 
+def _seed(*numbers: int) -> int:
+    """A seed of 32 bits, made of others."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
 def _seed_everything(seed: int, step: int, replica: int, stage: int) -> None:
-    """Random numbers of a step depend on the seed and the place alone: a resumed run draws the same."""
-    state = int(np.random.SeedSequence([seed, step, replica, stage]).generate_state(1)[0])
+    """Random numbers of a step depend on the seed and the place alone: a resumed run draws the same.
+
+    What layers draw from torch's generator depends on neither place nor order, see pipeline/draws.py.
+    """
+    state = _seed(seed, step, replica, stage)
     random.seed(state)
     np.random.seed(state)
     torch.manual_seed(state)

@@ -7,7 +7,7 @@ replica 1   stage 0 --activations--> stage 1      all agree on norm and finitene
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,21 +15,21 @@ from torch import Tensor
 
 from hpc_train.checkpoint import snapshot
 from hpc_train.checkpoint.names import split_optimizer_name
-from hpc_train.comm.interface import Collective, PeerLink, World
+from hpc_train.comm.interface import Collective, PeerLink, Wire, World
 from hpc_train.config import GradientSettings, Settings
-from hpc_train.errors import UserError
 from hpc_train.gradients.parameter_average import ParameterAverage
 from hpc_train.gradients.reducer import Reducer
-from hpc_train.grid import Grid, Place
-from hpc_train.launch.binding import choose_device, choose_threads
-from hpc_train.pipeline.layers import LayerSpec, build_layer, count_parameters, layer_name, shared_layers
-from hpc_train.pipeline.partition import split_by_hand, split_evenly
+from hpc_train.launch.binding import choose_threads
+from hpc_train.pipeline.layers import build_layer, layer_name, tie_within
 from hpc_train.pipeline.runtime import Pipeline
+from hpc_train.pipeline.samples import Sum
 from hpc_train.pipeline.stage import Stage
+from hpc_train.pipeline.ties import Ties
 from hpc_train.stopwatch import Stopwatch
 from hpc_train.tasks.task import Task
 from hpc_train.training import compression
 from hpc_train.training.clip import clip_, squared_norm
+from hpc_train.training.layout import Layout
 from hpc_train.training.sharded import ShardedOptimizer
 from hpc_train.training.whole import WholeOptimizer
 
@@ -51,50 +51,6 @@ class Outcome:
     underflows: int = 0
 
 
-def layer_costs(specs: Sequence[LayerSpec]) -> list[float]:
-    """The share of the work that each layer stands for; only their ratios matter.
-
-    Costs are used where all layers have one: beside numbers of parameters they would mean nothing.
-    """
-    if all(spec.cost is not None for spec in specs):
-        return [float(spec.cost or 0.0) for spec in specs]
-    return [float(max(1, count_parameters(spec))) for spec in specs]
-
-
-def split_layers(settings: Settings, specs: Sequence[LayerSpec]) -> list[range]:
-    """Which layers each stage holds.  Raises UserError when the split does not fit."""
-    stages = settings.grid.stages
-    if not specs:
-        raise UserError(f"task {settings.task} has 0 layers: return at least one from its layers()")
-    if settings.pipeline.split == "auto":
-        split = split_evenly(layer_costs(specs), stages)
-    else:
-        split = split_by_hand(settings.pipeline.split, len(specs), stages)
-    stage_of = {layer: stage for stage, layers in enumerate(split) for layer in layers}
-    for one, other in shared_layers(specs) if stages > 1 else ():
-        if stage_of[one] != stage_of[other]:  # each stage would train a copy of its own
-            raise UserError(
-                f"layers {one} and {other} share parameters, but stand on stages {stage_of[one]} and "
-                f"{stage_of[other]}: set pipeline.split so that one stage holds both"
-            )
-    return split
-
-
-def make_grid(settings: Settings, num_ranks: int) -> Grid:
-    """The grid of `num_ranks` ranks.
-
-    Raises:
-        UserError: the stages do not divide the ranks, or a batch has fewer samples than there are replicas.
-    """
-    grid = Grid.for_ranks(num_ranks, settings.grid.stages, settings.grid.fastest)
-    if settings.batch.size < grid.replicas:
-        raise UserError(
-            f"batch.size={settings.batch.size} cannot be cut into {grid.replicas} replicas: "
-            f"set batch.size to at least {grid.replicas}, or start fewer ranks"
-        )
-    return grid
-
-
 def _times(summed_s: float, exposed_s: float, hidden_share: float | None) -> dict[str, float | None]:
     return {"gradient_sum_s": summed_s, "exposed_comm_s": exposed_s, "hidden_share": hidden_share}
 
@@ -105,24 +61,17 @@ def _floating(stage: Stage) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
-class Layout:
-    """Where this rank stands and what it will hold: decided without a message.
-
-    Raises:
-        UserError: ranks, stages, layers and batch do not fit together.
-    """
-
-    def __init__(self, settings: Settings, task: Task, world: World) -> None:
-        self.grid = make_grid(settings, world.size)
-        self.place: Place = self.grid.place(world.rank)
-        self.specs = task.layers()
-        self.layers: range = split_layers(settings, self.specs)[self.place.stage]
-        self.device = choose_device(settings.train.device, world.local_rank)
-
-    @property
-    def reads_data(self) -> bool:
-        """The first stage reads inputs, the last one targets."""
-        return self.place.stage in (0, self.grid.stages - 1)
+def _build(layout: Layout, seed: int, link: PeerLink) -> tuple[Stage, Ties]:
+    """The layers of this rank, and their part in ties."""
+    layers = {
+        i: build_layer(layout.specs[i], i, seed).to(layout.device)
+        for held in layout.chunks.values()
+        for i in held
+    }
+    tie_within(layers, layout.ties)
+    chunks = {chunk: [(layer_name(i), layers[i]) for i in held] for chunk, held in layout.chunks.items()}
+    stage = Stage(chunks, layout.num_chunks, layout.device)
+    return stage, Ties(layout.ties, layers, layout.stage_of, layout.place.stage, link)
 
 
 class Worker:
@@ -138,16 +87,21 @@ class Worker:
         self.device = layout.device
         self.stopwatch = Stopwatch()
         self._clip_norm = settings.optimizer.clip_norm
-        stages = layout.grid.stages
-        modules = [
-            (layer_name(i), build_layer(layout.specs[i], i, settings.seed).to(self.device))
-            for i in layout.layers
-        ]
-        self.stage = Stage(modules, self.place.stage == 0, self.place.stage == stages - 1, self.device)
-        self.parameters = dict(self.stage.named_parameters())
         link: PeerLink = world.peer_link(layout.grid)
+        self.stage, self.ties = _build(layout, settings.seed, link)
+        borrowed = self.ties.borrowed_parameters
+        self.parameters = {n: p for n, p in self.stage.named_parameters() if p not in borrowed}
         self.pipeline = Pipeline(
-            self.stage, link, self.place.stage, stages, settings.pipeline.schedule, task.loss, self.stopwatch
+            self.stage,
+            link,
+            self.place.stage,
+            layout.grid.stages,
+            layout.schedule,
+            task.loss,
+            self.stopwatch,
+            Wire(settings.pipeline.wire),
+            settings.pipeline.recompute == "all",
+            self.ties,
         )
         self.collective: Collective = world.collective(layout.grid, self.device)
         self.replicas = layout.grid.replicas
@@ -160,7 +114,8 @@ class Worker:
             )
         self.reducer = self._make_reducer()
         self._own_samples = 0
-        self._losses_before = replace(self.collective.losses)
+        self._lost_before = [0, 0]
+        self._lost()
         self.optimizer: WholeOptimizer | ShardedOptimizer
         if settings.optimizer.sharded and self.collective.size > 1:
             self.optimizer = ShardedOptimizer(settings.optimizer, self.reducer.buckets, self.collective)
@@ -168,6 +123,7 @@ class Worker:
             self.optimizer = WholeOptimizer(
                 settings.optimizer, self.parameters, speaks=self.place.replica == 0
             )
+        self.pipeline.share_parameters()
 
     def _make_reducer(self) -> Reducer:
         return Reducer(
@@ -176,6 +132,7 @@ class Worker:
             self.method,
             self._settings.gradients.bucket_bytes,
             self._settings.gradients.overlap,
+            {name: more for name, p in self.parameters.items() if (more := self.ties.contributions(p))},
         )
 
     def sum_by(self, gradients: GradientSettings) -> None:
@@ -192,36 +149,69 @@ class Worker:
         self.optimizer = self.optimizer.moved_to(self.reducer.buckets)
 
     def backward(
-        self, micro_batches: Sequence[tuple[Any, Any]], batch_size: int, own_samples: int = 0
+        self,
+        micro_batches: Sequence[tuple[Any, Any]],
+        batch_size: int,
+        own_samples: int = 0,
+        seed: int | None = None,
+        first_sample: int = 0,
     ) -> Outcome:
         """Leave in `gradients()` the mean gradient of a batch of `batch_size` samples over all replicas.
 
         With local steps it is the mean over this replica's `own_samples` alone.
 
-        `micro_batches` are this replica's share, as (input, target) pairs; it may be empty.
+        Args:
+            micro_batches: this replica's share, as (input, target) pairs; it may be empty.
+            batch_size: of all replicas.
+            own_samples: of this replica.
+            seed: of what layers draw; without it they draw on from where torch's generator is.
+            first_sample: the number in the batch of the share's first sample.
         """
         local = self.average is not None
         if self.average is not None:
             self.average.spent_s = 0.0  # a mean for evaluation or a checkpoint belongs to no step
         self._own_samples = own_samples
+        divisor = max(1, own_samples) if local else batch_size
         self.reducer.begin(passes=len(micro_batches))
-        loss = self.pipeline.run(micro_batches, scale=1 / (max(1, own_samples) if local else batch_size))
+        samples = range(first_sample, first_sample + batch_size, self._settings.batch.micro_batch)
+        sums = self.pipeline.run(micro_batches, 1 / divisor, seed, samples)
         with self.stopwatch.timing("comm"):
             self.reducer.finish()
-            return self._agree(loss, batch_size, local)
+            outcome = self._agree(sums, divisor, local)
+            self.pipeline.statistics.finish(self.collective, keep=outcome.finite)
+        return outcome
 
-    def _agree(self, loss: float, batch_size: int, local: bool) -> Outcome:
-        """One exchange among all ranks; each has its part of the summed loss and of the squared norms."""
-        now, before = self.collective.losses, self._losses_before
-        lost = [now.overflows - before.overflows, now.underflows - before.underflows]
-        self._losses_before = replace(now)
-        squares = [0.0] * (self.replicas if local else 1)
+    def _agree(self, sums: Sum, divisor: int, local: bool) -> Outcome:
+        """One exchange among all ranks; each has its part of the summed loss and of the squared norms.
+
+        Gradients were divided by the number of samples: where samples have weights, they are brought to the
+        weights' sum, which nobody knew before.
+        """
+        lost = self._lost()
+        slots = self.replicas if local else 1
         mine = self.place.replica if local else 0
+        squares, weights = [0.0] * slots, [0.0] * slots
         squares[mine] = squared_norm(self.gradients()) if local else self.optimizer.squared_norm()
-        loss, overflows, underflows, *squares = self.control.total([loss, *lost, *squares])
-        finite = all(map(math.isfinite, (loss, *squares)))
+        weights[mine] = sums.weight
+        loss, overflows, underflows, *both = self.control.total([sums.total, *lost, *squares, *weights])
+        squares, weights = both[:slots], both[slots:]
+        if weights[mine] != divisor and weights[mine] > 0:
+            scale = divisor / weights[mine]
+            for gradient in self.gradients():
+                gradient.mul_(scale)
+            squares[mine] *= scale**2
+        whole = sum(weights)
+        finite = all(map(math.isfinite, (loss, *squares))) and whole > 0
         norm = math.sqrt(squares[mine]) if finite else math.nan
-        return Outcome(loss / batch_size, norm, finite, int(overflows), int(underflows))
+        return Outcome(loss / whole if whole else math.nan, norm, finite, int(overflows), int(underflows))
+
+    def _lost(self) -> list[float]:
+        """Overflows and underflows of this rank's wires since the last call."""
+        sums, activations = self.collective.losses, self.pipeline.wire_losses
+        now = [sums.overflows + activations[0], sums.underflows + activations[1]]
+        lost = [float(new - old) for new, old in zip(now, self._lost_before, strict=True)]
+        self._lost_before = now
+        return lost
 
     def update(self, outcome: Outcome, learning_rate: float) -> None:
         """Clip and step; all ranks skip a step whose gradients are not finite on any of them.
@@ -240,6 +230,7 @@ class Worker:
             self.optimizer.step(learning_rate)
         with self.stopwatch.timing("comm"):
             self.optimizer.share()
+        self.pipeline.share_parameters()
 
     def about_sums(self) -> list[str]:
         """How gradients are summed, and what was measured to choose that, a line each."""
@@ -267,6 +258,7 @@ class Worker:
         if self.average is not None:
             with self.stopwatch.timing("comm"):
                 self.average.average()
+            self.pipeline.share_parameters()
 
     def gradients(self) -> list[Tensor]:
         """What this rank updates with: the gradients of its stage, or its shards of them."""
@@ -305,6 +297,7 @@ class Worker:
         snapshot.restore(tensors, self.parameters, snapshot.buffers_of(self.stage), None)
         self.optimizer.restore(tensors)
         compression.restore(self.reducer, tensors, steps)
+        self.pipeline.share_parameters()
 
     def close(self) -> None:
         """End the summing thread; free what the backend holds.  All ranks together."""

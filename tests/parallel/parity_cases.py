@@ -13,8 +13,8 @@ from hpc_train.comm.connect import connect
 from hpc_train.config import load
 from hpc_train.tasks.find import load_task
 from hpc_train.training.guard import guard
+from hpc_train.training.layout import Layout
 from hpc_train.training.parity import compare
-from hpc_train.training.worker import Layout
 
 
 def main(world):

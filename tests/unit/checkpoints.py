@@ -66,7 +66,7 @@ class Held:
     def __init__(self, layers, optimizer="adamw", seed=0, specs=None):
         specs = specs or EveryKind().layers()
         modules = [(layer_name(i), build_layer(specs[i], i, seed)) for i in layers]
-        self.stage = Stage(modules, is_first=0 in layers, is_last=len(specs) - 1 in layers)
+        self.stage = Stage({0: modules}, 1)
         self.parameters = dict(self.stage.named_parameters())
         self.buffers = snapshot.buffers_of(self.stage)
         self.optimizer = make_optimizer(OptimizerSettings(name=optimizer), self.parameters.values())

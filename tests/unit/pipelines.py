@@ -47,9 +47,7 @@ def batch(sizes, width=4, seed=7):
     ]
 
 
-def on_stages(
-    specs, split, body, schedule="1f1b", loss=squared_error, links=None, chunks=None, **options
-):
+def on_stages(specs, split, body, schedule="1f1b", loss=squared_error, links=None, chunks=None, **options):
     """Call `body(pipeline)` on every stage; `split[c]` layers are in chunk c.  Results by stage."""
     rule = find(schedule, chunks)
     num_stages = len(split) // rule.chunks
@@ -64,12 +62,20 @@ def on_stages(
         modules = {chunk: [(layer_name(i), built[i]) for i in layers] for chunk, layers in held.items()}
         stage = Stage(modules, len(split))
         link = links.link(world.rank) if links else world.peer_link(Grid(1, num_stages))
-        where = {i: stage_of[chunk] for chunk, layers in enumerate(cut) for i in layers}
+        where = [stage_of[chunk] for chunk, layers in enumerate(cut) for _ in layers]
         ties = Ties(found, built, where, world.rank, link)
         ties.share_parameters()
         return body(
             Pipeline(
-                stage, link, world.rank, num_stages, rule, loss, Stopwatch(), ties=ties if found else None, **options
+                stage,
+                link,
+                world.rank,
+                num_stages,
+                rule,
+                loss,
+                Stopwatch(),
+                ties=ties if found else None,
+                **options,
             )
         )
 

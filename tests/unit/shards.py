@@ -10,7 +10,8 @@ from hpc_train.comm.loopback import run_ranks
 from hpc_train.config import Settings
 from hpc_train.pipeline.layers import LayerSpec
 from hpc_train.tasks.task import Task
-from hpc_train.training.worker import Layout, Worker
+from hpc_train.training.layout import Layout
+from hpc_train.training.worker import Worker
 
 PAIR = 2  # samples of a replica's share
 

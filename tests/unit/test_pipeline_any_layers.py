@@ -182,7 +182,9 @@ def test_a_copy_follows_its_owner():
         return {name: p.detach().clone() for name, p in held.items()}
 
     first, last = on_stages(language_model(), [3, 3], body)
-    torch.testing.assert_close(first["layers.0.tokens.weight"], last["layers.5.logits.weight"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        first["layers.0.tokens.weight"], last["layers.5.logits.weight"], rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("split", [[4], [2, 2]])

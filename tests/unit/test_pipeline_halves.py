@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from pipelines import RendezvousLinks, batch, check_parity, gradients_of, layers, on_stages, squared_error, stacked
+from pipelines import (
+    RendezvousLinks,
+    batch,
+    check_parity,
+    gradients_of,
+    layers,
+    on_stages,
+    squared_error,
+    stacked,
+)
 from torch import nn
 
 from hpc_train.comm.interface import Wire
@@ -77,7 +86,11 @@ def draws_of(split, schedule="1f1b", recompute=False, seed=5, sizes=(2, 2, 1)):
         pipeline.run(batch(sizes), 1.0, seed, firsts)
         return gradients_of(pipeline.stage)
 
-    return {k: v for found in on_stages(specs, split, body, schedule, recompute=recompute) for k, v in found.items()}
+    return {
+        k: v
+        for found in on_stages(specs, split, body, schedule, recompute=recompute)
+        for k, v in found.items()
+    }
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "interleaved", "zb-v"])

@@ -72,6 +72,38 @@ def test_live_micro_batches_are_those_of_the_simulation(schedule, num_stages):
         assert [peaks[column] for peaks in results] == expected
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v"])
+@pytest.mark.usefixtures("no_garbage_collection")
+def test_with_halves_and_several_chunks_too(schedule):
+    """Of a micro-batch whose first half is over only what its second half needs is kept."""
+    num_stages = 3
+    chunks = find(schedule).chunks
+
+    def body(pipeline):
+        counting = [layer for layer in pipeline.stage.layers.values() if isinstance(layer, Counting)]
+        peak, run = [0, 0], pipeline._work.forward
+
+        def forward(*args):
+            peak[0] = max(peak[0], len(pipeline._live))
+            output = run(*args)
+            peak[1] = max(peak[1], sum(len(layer.kept) for layer in counting))
+            return output
+
+        pipeline._work.forward = forward
+        pipeline.run(batch([2] * 7), 1.0)
+        assert not any(layer.kept for layer in counting)
+        assert not pipeline._live
+        return peak
+
+    specs = layers(*[lambda: nn.Linear(4, 4), Counting] * num_stages * chunks)
+    results = on_stages(specs, [2] * num_stages * chunks, body, schedule)
+    expected = simulate(find(schedule).order(num_stages, 7), 1, 1, 1).peak_live
+    assert [live for live, _ in results] == expected
+    assert all(kept <= live for live, kept in results)
+    if schedule == "interleaved":
+        assert [kept for _, kept in results] == expected
+
+
 @pytest.mark.usefixtures("no_garbage_collection")
 def test_no_message_is_kept_after_a_step_or_an_evaluation():
     def body(pipeline):
@@ -79,7 +111,9 @@ def test_no_message_is_kept_after_a_step_or_an_evaluation():
         pipeline.run(data, 1.0)
         pipeline.evaluate(data, lambda output, target: {})
         pipeline.forward(data[0][0])
-        return len(pipeline._activations._sent), len(pipeline._gradients._sent)
+        traffic = pipeline._traffic
+        boxes = (traffic._activations, traffic._gradients)
+        return [len(box._sent) for box in boxes], len(traffic._arriving), len(traffic._outputs)
 
     specs = layers(lambda: nn.Linear(4, 4), Counting, nn.Tanh)
-    assert on_stages(specs, [1, 1, 1], body) == [(0, 0)] * 3
+    assert on_stages(specs, [1, 1, 1], body) == [([0, 0], 0, 0)] * 3

@@ -4,11 +4,12 @@ import pytest
 import torch
 from pipelines import RendezvousLinks
 
-from hpc_train.comm.interface import TAG_LIMIT
+from hpc_train.comm.interface import TAG_LIMIT, Wire
 from hpc_train.comm.loopback import run_ranks
 from hpc_train.errors import UserError
 from hpc_train.grid import Grid
-from hpc_train.pipeline.messages import Outbox, receive_message, tag_of
+from hpc_train.pipeline.messages import Expected, Outbox, receive_message, tag_of
+from hpc_train.pipeline.values import put_together
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
@@ -16,16 +17,17 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def transfer(value):
+def transfer(value, wire=Wire.FP32):
     """`value` as stage 1 gets it from stage 0, and which of its tensors need a gradient."""
 
     def body(world):
         link = world.peer_link(Grid(1, 2))
         if world.rank == 0:
-            outbox = Outbox()
-            outbox.send_message(link, value, 1, tag=5)
+            outbox = Outbox(link, wire)
+            outbox.send_message(value, 1, tag=5)
             return outbox.wait_all()
-        return receive_message(link, 0, 5, torch.device("cpu"))
+        structure, tensors, description = Expected(link, 0, 5, wire, torch.device("cpu")).take()
+        return put_together(structure, tensors), tuple(form.needs_gradient for form in description.forms)
 
     return run_ranks(2, body)[1]
 
@@ -60,10 +62,41 @@ def test_a_tuple_of_one_stays_a_tuple():
     assert received.tolist() == [1.0, 1.0]
 
 
+def test_values_of_other_kinds_come_as_what_they_were():
+    """1, 1.0 and True are equal, and headers are remembered."""
+    for value in ({"a": [1, None, "text"]}, {"a": [1.0, None, "text"]}, {"a": [True, None, "text"]}):
+        received, _ = transfer((torch.ones(1), value))
+        assert received[1] == value
+        assert type(received[1]["a"][0]) is type(value["a"][0])
+
+
+@pytest.mark.parametrize("wire", [Wire.FP16, Wire.BF16])
+def test_fp32_is_rounded_to_the_wire_and_nothing_else_is(wire):
+    value = (torch.tensor([1.0, 1e-9, -3.14159]), torch.tensor([3.14159]).double(), torch.empty(2, 0))
+    (singles, doubles, empty), _ = transfer(value, wire)
+    torch.testing.assert_close(singles, value[0], rtol=4e-3, atol=0.0 if wire is Wire.BF16 else 1e-10)
+    assert not torch.equal(singles, value[0])
+    assert torch.equal(doubles, value[1])
+    assert empty.shape == (2, 0)
+
+
+def test_a_message_as_a_whole():
+    def body(world):
+        link = world.peer_link(Grid(1, 2))
+        if world.rank == 0:
+            outbox = Outbox(link)
+            outbox.send_message([torch.ones(2)], 1, tag=5)
+            return outbox.wait_all()
+        return receive_message(link, 0, 5, Wire.FP32, torch.device("cpu"))
+
+    (received,) = run_ranks(2, body)[1]
+    assert received.tolist() == [1.0, 1.0]
+
+
 def test_tags_stay_below_the_least_that_mpi_promises():
-    kinds = ("activations", "gradients", "answer")
+    kinds = ("activations", "gradients", "answer", "tied gradient", "tied parameter")
     tags = {tag_of(kind, micro_batch) for kind in kinds for micro_batch in range(5000)}
-    assert len(tags) == 15_000
+    assert len(tags) == 25_000
     assert all(
         0 <= tag_of(kind, micro_batch) < TAG_LIMIT for kind in kinds for micro_batch in (0, 10**6, 10**9)
     )
@@ -72,15 +105,15 @@ def test_tags_stay_below_the_least_that_mpi_promises():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([torch.ones(1)], r"a layer gives a list to the next stage"),
-        ((torch.ones(1), None), r"a layer gives a NoneType in a tuple to the next stage"),
+        ((torch.ones(1), {1}), r"a layer gives a set to the next"),
+        ({1: torch.ones(1)}, r"a layer gives a dict to the next"),
         (torch.ones(1).to(torch.float8_e5m2), r"torch\.float8_e5m2 to the next stage, which cannot be sent"),
         (
-            tuple(torch.ones(1, 1) for _ in range(60)),
-            r"60 tensors to the next stage, more than a message holds",
+            tuple(torch.ones(1, 1) for _ in range(90)),
+            r"90 tensors to the next stage, more than a message holds",
         ),
     ],
 )
 def test_what_cannot_be_sent_is_refused(value, message):
     with pytest.raises(UserError, match=message):
-        Outbox().send_message(RendezvousLinks().link(0), value, 1, tag=0)
+        Outbox(RendezvousLinks().link(0)).send_message(value, 1, tag=0)

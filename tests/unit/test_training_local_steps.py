@@ -10,7 +10,8 @@ from torch import nn
 from hpc_train.comm.loopback import run_ranks
 from hpc_train.config import Settings
 from hpc_train.tasks.regression import Regression
-from hpc_train.training.worker import Layout, Worker
+from hpc_train.training.layout import Layout
+from hpc_train.training.worker import Worker
 
 TASK = Regression(samples=40, inputs=3, hidden=8, depth=3)  # 4 layers
 RATE = 0.1

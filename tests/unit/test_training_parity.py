@@ -12,6 +12,7 @@ from hpc_train.config import Settings
 from hpc_train.errors import UserError
 from hpc_train.grid import Grid
 from hpc_train.tasks.regression import Regression
+from hpc_train.training.layout import Layout
 from hpc_train.training.parity import (
     Difference,
     Tolerance,
@@ -21,7 +22,7 @@ from hpc_train.training.parity import (
     render,
     tolerances,
 )
-from hpc_train.training.worker import Layout, Worker
+from hpc_train.training.worker import Worker
 
 NAN = math.nan
 LIMITS = {"loss": Tolerance(1e-3, "why"), "gradients": Tolerance(1e-2, "because")}

@@ -10,10 +10,11 @@ from hpc_train.data.loader import Loader
 from hpc_train.errors import EXIT_FAILED, UserError
 from hpc_train.pipeline.layers import LayerSpec, layer_name, shared_layers
 from hpc_train.pipeline.runtime import Pipeline
+from hpc_train.pipeline.schedules import find
 from hpc_train.pipeline.stage import Stage
 from hpc_train.stopwatch import Stopwatch
 from hpc_train.training.guard import guard
-from hpc_train.training.worker import split_layers
+from hpc_train.training.layout import split_layers
 
 
 def tied_layers():
@@ -50,8 +51,8 @@ def test_a_task_without_layers():
 
 
 def pipeline(layer, loss):
-    stage = Stage([(layer_name(0), layer)], is_first=True, is_last=True)
-    return Pipeline(stage, None, 0, 1, "1f1b", loss, Stopwatch())
+    stage = Stage({0: [(layer_name(0), layer)]}, 1)
+    return Pipeline(stage, None, 0, 1, find("1f1b"), loss, Stopwatch())
 
 
 def test_a_loss_that_was_detached():
@@ -65,7 +66,7 @@ def test_a_loss_that_was_detached():
 def test_a_frozen_model_is_no_mistake():
     frozen = nn.Linear(2, 1).requires_grad_(False)
     loss = pipeline(frozen, lambda output, target: (output[:, 0] - target).square())
-    assert loss.run([(torch.ones(4, 2), torch.ones(4))], scale=0.25) > 0
+    assert loss.run([(torch.ones(4, 2), torch.ones(4))], scale=0.25).total > 0
 
 
 @pytest.mark.filterwarnings("ignore:Got pickle error")

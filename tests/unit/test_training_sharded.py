@@ -10,9 +10,9 @@ from hpc_train.comm.loopback import LoopbackCollective, run_ranks
 from hpc_train.errors import UserError
 from hpc_train.pipeline.layers import LayerSpec
 from hpc_train.tasks.regression import Regression
+from hpc_train.training.layout import Layout
 from hpc_train.training.parity import compare
 from hpc_train.training.sharded import divide
-from hpc_train.training.worker import Layout
 
 ADAMW, SGD = ({"name": "adamw"}, {"name": "sgd"})
 

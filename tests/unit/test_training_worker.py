@@ -12,7 +12,8 @@ from hpc_train.config import Settings
 from hpc_train.errors import UserError
 from hpc_train.pipeline.layers import LayerSpec
 from hpc_train.tasks.regression import Regression
-from hpc_train.training.worker import Layout, Worker, layer_costs, make_grid, split_layers
+from hpc_train.training.layout import Layout, layer_costs, make_grid, split_layers
+from hpc_train.training.worker import Worker
 
 TASK = Regression(samples=40, inputs=3, hidden=8, depth=3)  # 4 layers
 
@@ -52,7 +53,7 @@ def test_every_rank_has_its_place_and_the_layers_of_its_stage(fastest):
     assert sorted(places) == [(replica, stage) for replica in range(2) for stage in range(3)]
     assert places[1] == ((0, 1) if fastest == "stage" else (1, 0))
     held = [range(1), range(1, 3), range(3, 4)]
-    assert [layout.layers for layout in layouts] == [held[stage] for _, stage in places]
+    assert [layout.chunks for layout in layouts] == [{stage: held[stage]} for _, stage in places]
     assert [layout.reads_data for layout in layouts] == [stage != 1 for _, stage in places]
 
 
