@@ -1,0 +1,86 @@
+"""The machines that a run is planned for.  PURE: neither torch nor MPI."""
+
+import math
+from dataclasses import dataclass
+
+from hpc_train.errors import UserError
+from hpc_train.planning.units import read_bytes, read_rate, read_seconds
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts that are filled with ranks one after the other, and the network between them.
+
+    Attributes:
+        ranks: all of them.
+        ranks_per_host: the last host may have fewer.
+        memory_bytes: what each rank has.
+        bandwidth_host: bytes per second at which a rank and others of its host exchange.
+        bandwidth: bytes per second of a host's line to the others, each way; its ranks share it.
+        latency_host_s: of a message within a host.
+        latency_s: of a message between hosts.
+        speeds: of each host, against the one that the profile was measured on; none: all 1.
+    """
+
+    ranks: int
+    ranks_per_host: int
+    memory_bytes: float = math.inf
+    bandwidth_host: float = math.inf
+    bandwidth: float = math.inf
+    latency_host_s: float = 0.0
+    latency_s: float = 0.0
+    speeds: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that are no cluster."""
+        for noun in ("ranks", "ranks_per_host", "memory_bytes", "bandwidth_host", "bandwidth"):
+            if not getattr(self, noun) > 0:
+                raise UserError(f"a cluster with {noun} {getattr(self, noun)}: give a number above 0")
+        if min(self.latency_host_s, self.latency_s) < 0:
+            raise UserError(f"a latency of {min(self.latency_host_s, self.latency_s)} s: give 0 or more")
+        if self.speeds and (len(self.speeds) != self.hosts or not min(self.speeds) > 0):
+            raise UserError(
+                f"{len(self.speeds)} speeds {list(self.speeds)[:4]} for {self.hosts} hosts: "
+                "give a number above 0 for each"
+            )
+
+    @classmethod
+    def read(
+        cls,
+        ranks: int,
+        ranks_per_host: int | None = None,
+        memory: str | None = None,
+        bandwidth_host: str | None = None,
+        bandwidth: str | None = None,
+        latency: str | None = None,
+        latency_host: str | None = None,
+        speeds: tuple[float, ...] = (),
+    ) -> "Cluster":
+        """The cluster that options of `hpc-train plan` describe; what is left out has no limit or latency.
+
+        Raises:
+            UserError: an option is not what it should be.
+        """
+        return cls(
+            ranks,
+            ranks_per_host or ranks,
+            read_bytes("--memory", memory) if memory else math.inf,
+            read_rate("--bandwidth-host", bandwidth_host) if bandwidth_host else math.inf,
+            read_rate("--bandwidth", bandwidth) if bandwidth else math.inf,
+            read_seconds("--latency-host", latency_host) if latency_host else 0.0,
+            read_seconds("--latency", latency) if latency else 0.0,
+            speeds,
+        )
+
+    @property
+    def hosts(self) -> int:
+        """How many there are."""
+        return -(-self.ranks // self.ranks_per_host)
+
+    def host_of(self, rank: int) -> int:
+        """The host that a rank is on."""
+        return rank // self.ranks_per_host
+
+    def speed_of(self, host: int) -> float:
+        """Against the one that the profile was measured on."""
+        return self.speeds[host] if self.speeds else 1.0
