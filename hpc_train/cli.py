@@ -52,6 +52,9 @@ def train(
     ] = "auto",
     run_dir: Annotated[Path | None, typer.Option(help="Default: runs/NAME.", show_default=False)] = None,
     stop_at: Annotated[int | None, typer.Option(help="Save and stop after this step.", min=1)] = None,
+    init: Annotated[
+        Path | None, typer.Option(help="Begin with a plain model's state dict.", show_default=False)
+    ] = None,
 ) -> None:
     """Train.  Alone it is one rank; under mpirun, mpiexec or srun all ranks."""
     from hpc_train.launch.signals import SignalFlag
@@ -67,7 +70,7 @@ def train(
 
         layout = together(world, lambda: Layout(settings, task, world))
         where = run_dir or Path("runs") / settings.name
-        with Trainer(settings, task, world, layout, signal, where, resume, stop_at) as trainer:
+        with Trainer(settings, task, world, layout, signal, where, resume, stop_at, init) as trainer:
             result = trainer.fit()
             text = trainer.sample() if result.step == settings.train.steps else None
             if text:

@@ -16,15 +16,17 @@ Buffers = Mapping[str, Tensor]
 Shape = tuple[int, ...]
 
 
-def buffers_of(module: nn.Module) -> dict[str, Tensor]:
-    """What the module's `state_dict` has beside its `named_parameters`, so that an export has it all.
+def buffers_of(module: nn.Module, parameters: Parameters | None = None) -> dict[str, Tensor]:
+    """What the module's `state_dict` has beside these parameters, so that an export has it all.
 
     That leaves out buffers which are not persistent, and has the second name of a tied parameter.
+
+    `parameters`: those that are kept with their optimizer state; by default all of `named_parameters`.
 
     Raises:
         TypeError: the module keeps something else than tensors.
     """
-    parameters = dict(module.named_parameters())
+    parameters = dict(module.named_parameters()) if parameters is None else parameters
     buffers = {name: v for name, v in module.state_dict(keep_vars=True).items() if name not in parameters}
     for name, value in buffers.items():
         if not isinstance(value, Tensor):

@@ -123,6 +123,7 @@ class ByteLM(Task):
             the help texts that come with Python, about half a megabyte of English.
         context: bytes that the model sees.
         hidden, blocks, heads, dropout: the size of the Transformer.
+        tied: the head's matrix is the embedding of bytes.
         prompt, sample_bytes, temperature: the text that `sample` continues, by how much, how boldly.
     """
 
@@ -132,6 +133,7 @@ class ByteLM(Task):
     blocks: PositiveInt = 4
     heads: PositiveInt = 4
     dropout: NonNegativeFloat = 0.0
+    tied: bool = False
     prompt: str = "The "
     sample_bytes: NonNegativeInt = 200
     temperature: PositiveFloat = 0.7
@@ -151,10 +153,12 @@ class ByteLM(Task):
         matrices = 12 * self.hidden**2 * self.context  # 3 + 1 + 4 + 4 of hidden × hidden
         attention = 2 * self.hidden * self.context**2  # scores and mixing
         block = partial(Block, self.hidden, self.heads, self.blocks, self.dropout)
+        embed, head = partial(Embed, self.context, self.hidden), partial(Head, self.hidden)
+        values = self.context * self.hidden
         return [
-            LayerSpec(partial(Embed, self.context, self.hidden), "embed", self.context * self.hidden),
+            LayerSpec(embed, "embed", values, {"byte.weight": "bytes"} if self.tied else ""),
             *(LayerSpec(block, f"block {i + 1}", matrices + attention) for i in range(self.blocks)),
-            LayerSpec(partial(Head, self.hidden), "head", self.context * self.hidden * NUM_BYTES),
+            LayerSpec(head, "head", values * NUM_BYTES, {"logits.weight": "bytes"} if self.tied else ""),
         ]
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ GroupNorm and not BatchNorm: a sample's output must not depend on which samples 
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from pydantic import PositiveInt
@@ -28,10 +29,12 @@ class Digits(Task):
         channels: of each convolution; a multiple of 8.
         convolutions: 3×3, all but the first one added to their input; the image is halved after
             every second.
+        norm: "group" normalises each image by itself, "batch" over all images of a micro-batch.
     """
 
     channels: PositiveInt = 32
     convolutions: PositiveInt = 4
+    norm: Literal["group", "batch"] = "group"
 
     def __post_init__(self) -> None:
         if self.channels % 8:
@@ -43,7 +46,7 @@ class Digits(Task):
         specs, side, inputs = [], _SIDE, 1
         for number in range(1, self.convolutions + 1):
             halve = number % 2 == 0 and side > 1
-            build = partial(_Convolution, inputs, self.channels, halve)
+            build = partial(_Convolution, inputs, self.channels, halve, self.norm)
             specs.append(LayerSpec(build, f"conv {number}", 9 * inputs * self.channels * side**2))
             side, inputs = side // 2 if halve else side, self.channels
         features = self.channels * side**2
@@ -74,15 +77,15 @@ class Digits(Task):
 class _Convolution(nn.Module):
     """[micro-batch, inputs, side, side] to [micro-batch, outputs, side or side / 2, ...]."""
 
-    def __init__(self, inputs: int, outputs: int, halve: bool) -> None:
+    def __init__(self, inputs: int, outputs: int, halve: bool, norm: str) -> None:
         super().__init__()
         self.residual = inputs == outputs
         self.convolution = nn.Conv2d(inputs, outputs, kernel_size=3, padding=1)
-        self.norm = nn.GroupNorm(8, outputs)
+        self.norm = nn.GroupNorm(8, outputs) if norm == "group" else nn.BatchNorm2d(outputs)
         self.halve = halve
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolve, normalize in 8 groups, and add the input where its shape is the same."""
+        """Convolve, normalise, and add the input where its shape is the same."""
         y = F.relu(self.norm(self.convolution(x)))
         y = x + y if self.residual else y
         return F.max_pool2d(y, 2) if self.halve else y

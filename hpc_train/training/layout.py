@@ -2,12 +2,21 @@
 
 from collections.abc import Sequence
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from hpc_train.comm.interface import World
 from hpc_train.config import Settings
 from hpc_train.errors import UserError
 from hpc_train.grid import Grid, Place
 from hpc_train.launch.binding import choose_device
-from hpc_train.pipeline.layers import LayerSpec, count_parameters, find_ties, shared_layers
+from hpc_train.pipeline.layers import (
+    LayerSpec,
+    built_without_memory,
+    count_parameters,
+    find_ties,
+    layer_name,
+    shared_layers,
+)
 from hpc_train.pipeline.partition import split_by_hand, split_evenly
 from hpc_train.pipeline.schedules import Schedule, find
 from hpc_train.tasks.task import Task
@@ -71,6 +80,23 @@ def make_grid(settings: Settings, num_ranks: int) -> Grid:
             f"set batch.size to at least {grid.replicas}, or start fewer ranks"
         )
     return grid
+
+
+def about_batch_norm(settings: Settings, specs: Sequence[LayerSpec]) -> str:
+    """A warning where the model's results depend on the cut into micro-batches; "" where they do not."""
+    built = [built_without_memory(spec) for spec in specs]
+    found = [
+        index
+        for index, layer in enumerate(built)
+        if layer is not None and any(isinstance(module, _BatchNorm) for module in layer.modules())
+    ]
+    if not found:
+        return ""
+    return (
+        f"warning: {layer_name(found[0])}{' and others' if len(found) > 1 else ''} normalise over the samples "
+        f"of a micro-batch (BatchNorm): training depends on batch.micro_batch={settings.batch.micro_batch}; "
+        "running statistics are of the whole batch"
+    )
 
 
 class Layout:

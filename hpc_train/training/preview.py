@@ -5,10 +5,9 @@ from hpc_train.data.sampler import cut
 from hpc_train.grid import Grid
 from hpc_train.pipeline.drawing import draw
 from hpc_train.pipeline.layers import count_parameters
-from hpc_train.pipeline.schedules import find
 from hpc_train.pipeline.simulate import simulate
 from hpc_train.tasks.task import Task
-from hpc_train.training.layout import layer_costs, make_grid, split_layers
+from hpc_train.training.layout import find_schedule, layer_costs, make_grid, split_layers
 
 _LEFT_OUT = "..."
 
@@ -21,14 +20,15 @@ def preview(settings: Settings, task: Task, num_ranks: int) -> str:
     """
     grid = make_grid(settings, num_ranks)
     specs = task.layers()
+    schedule = find_schedule(settings)
     split = split_layers(settings, specs)
     costs = layer_costs(specs)
-    stage_costs = [sum(costs[i] for i in layers) for layers in split]
+    chunk_costs = [sum(costs[i] for i in layers) for layers in split]
     micro_batch = settings.batch.micro_batch
     share = cut(settings.batch.size, [1] * grid.replicas)[0]
     num_micro_batches = -(-share // micro_batch)
-    order = find(settings.pipeline.schedule).order(grid.stages, num_micro_batches)
-    forward_s = [cost / (sum(costs) or 1.0) for cost in stage_costs]  # layers may all cost nothing
+    order = schedule.order(grid.stages, num_micro_batches)
+    forward_s = [cost / (sum(costs) or 1.0) for cost in chunk_costs]  # layers may all cost nothing
     # A backward pass computes two products, for the input and for the weights, where forward computes one.
     result = simulate(order, forward_s, forward_s, forward_s)
     title = (
@@ -37,7 +37,7 @@ def preview(settings: Settings, task: Task, num_ranks: int) -> str:
         f"live micro-batches by stage {', '.join(map(str, result.peak_live))}"
     )
     return "\n\n".join(
-        [draw_grid(grid), _draw_stages(settings, task, split, stage_costs), f"{title}\n{draw(order)}"]
+        [draw_grid(grid), _draw_stages(settings, task, split, chunk_costs), f"{title}\n{draw(order)}"]
     )
 
 
@@ -77,18 +77,24 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def _draw_stages(settings: Settings, task: Task, split: list[range], stage_costs: list[float]) -> str:
-    specs = task.layers()
+def _draw_stages(settings: Settings, task: Task, split: list[range], chunk_costs: list[float]) -> str:
+    """A line for each stage, or for each chunk where stages hold several."""
+    specs, schedule = task.layers(), find_schedule(settings)
+    held_by = [schedule.stage_of(chunk, settings.grid.stages) for chunk in range(len(split))]
+    several = schedule.chunks > 1
     parameters = [count_parameters(spec) for spec in specs]
-    whole = sum(stage_costs) or 1.0
-    lines = [f"{'stage':<7}{'parameters':>11}{'cost':>7}  layers"]
-    for stage, layers in enumerate(split):
+    whole = sum(chunk_costs) or 1.0
+    chunk_title = f"{'chunk':<7}" if several else ""
+    lines = [f"{chunk_title}{'stage':<7}{'parameters':>11}{'cost':>7}  layers"]
+    for chunk, layers in enumerate(split):
         titles = [specs[i].title or f"layer {i}" for i in layers]
         names = titles[0] if len(titles) == 1 else f"{titles[0]} .. {titles[-1]}"
         held = sum(parameters[i] for i in layers)
         lines.append(
-            f"{stage:<7}{held:>11,}{stage_costs[stage] / whole:>7.0%}"
+            (f"{chunk:<7}" if several else "")
+            + f"{held_by[chunk]:<7}{held:>11,}{chunk_costs[chunk] / whole:>7.0%}"
             f"  {layers.start}-{layers.stop - 1}: {names}"
         )
-    lines.append(f"{'all':<7}{sum(parameters):>11,}{1:>7.0%}  {len(specs)} layers, task {settings.task}")
+    first = "all".ljust(14 if several else 7)
+    lines.append(f"{first}{sum(parameters):>11,}{1:>7.0%}  {len(specs)} layers, task {settings.task}")
     return "\n".join(lines)

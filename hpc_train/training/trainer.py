@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpc_train.checkpoint.initial import read_model
 from hpc_train.checkpoint.store import Store
 from hpc_train.comm.interface import World
 from hpc_train.config import Settings
@@ -36,7 +37,7 @@ from hpc_train.observe.metrics import RunDirectory
 from hpc_train.observe.progress import Progress
 from hpc_train.pipeline.samples import Sum
 from hpc_train.tasks.task import Task
-from hpc_train.training.layout import Layout
+from hpc_train.training.layout import Layout, about_batch_norm
 from hpc_train.training.optimizer import learning_rate
 from hpc_train.training.tuning import Tuning
 from hpc_train.training.worker import Worker
@@ -64,6 +65,7 @@ class Trainer:
         run_dir: where metrics and checkpoints go; rank 0 writes the former, one replica the latter.
         resume: "auto" takes the newest whole checkpoint of `run_dir` if there is one, "never" moves an
             earlier run aside, anything else is the path of a checkpoint or of another run.
+        init: a plain model's state dict to begin with, where nothing is resumed.
         stop_at: save and stop after this step; the learning rate still follows `train.steps`.
     """
 
@@ -77,6 +79,7 @@ class Trainer:
         run_dir: Path,
         resume: str = "auto",
         stop_at: int | None = None,
+        init: Path | None = None,
     ) -> None:
         self.settings = settings
         self.task = task
@@ -103,6 +106,8 @@ class Trainer:
         self._evaluation: dict[str, float] = {}
         if resume != "never":
             self._resume("auto" if resume == "auto" else Path(resume))
+        if init is not None:
+            self._begin_with(init)
         self.tuning: Tuning | None = None
         if settings.gradients.tune and self.replicas > 1:
             first = self.done + 1
@@ -110,8 +115,9 @@ class Trainer:
         self.coordinator = Coordinator(self.control, self._first_plan(), self._policies())
         about = self.worker.about_sums()
         self.run.start(settings, world, resumed_at=self.done, gradient_sums=about)
-        for line in about:
-            self.progress.note(line)
+        for line in [*about, about_batch_norm(settings, layout.specs)]:
+            if line:
+                self.progress.note(line)
 
     def _first_plan(self) -> Plan:
         return Plan(step=self.done + 1, batch_size=self.settings.batch.size, shares=(0,) * self.replicas)
@@ -254,6 +260,13 @@ class Trainer:
         }
         path = self.store.save(self.done, tensors, state, self.control, writer=bool(tensors))
         self.progress.note(f"saved {path}")
+
+    def _begin_with(self, init: Path) -> None:
+        if self.done:
+            self.progress.note(f"{init} is not used: the run goes on from its own checkpoint")
+            return
+        self.worker.restore_model(read_model(init, self.worker.state_shapes(), self.control))
+        self.progress.note(f"began with the weights in {init}")
 
     def _resume(self, which: Any) -> None:
         wanted = self.worker.state_shapes()

@@ -270,7 +270,7 @@ class Worker:
 
     def state_shapes(self) -> dict[str, snapshot.Shape]:
         """Names and shapes of what `restore_state` wants of a checkpoint."""
-        model = snapshot.shapes(self.parameters, snapshot.buffers_of(self.stage), None)
+        model = snapshot.shapes(self.parameters, self._buffers(), None)
         return model | self.optimizer.shapes() | compression.shapes(self.reducer)
 
     def take_state(self) -> dict[str, Tensor]:
@@ -282,7 +282,7 @@ class Worker:
         writer = self.place.replica == 0
         model: dict[str, Tensor] = {}
         if writer:
-            model = snapshot.take(self.parameters, snapshot.buffers_of(self.stage), None)
+            model = snapshot.take(self.parameters, self._buffers(), None)
         return model | self.optimizer.take() | compression.take(self.reducer, writer)
 
     def cut_state(self, name: str, whole: Tensor) -> Tensor:
@@ -294,10 +294,17 @@ class Worker:
 
         `tensors` belong to the worker from now on.
         """
-        snapshot.restore(tensors, self.parameters, snapshot.buffers_of(self.stage), None)
+        self.restore_model(tensors)
         self.optimizer.restore(tensors)
         compression.restore(self.reducer, tensors, steps)
+
+    def restore_model(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take parameters and buffers from a checkpoint or a plain model.  All ranks together."""
+        snapshot.restore(tensors, self.parameters, self._buffers(), None)
         self.pipeline.share_parameters()
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return snapshot.buffers_of(self.stage, self.parameters)
 
     def close(self) -> None:
         """End the summing thread; free what the backend holds.  All ranks together."""
