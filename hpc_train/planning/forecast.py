@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from hpc_train.planning.timeline import ChunkTimes, Pipe, live, play
 
 Split = tuple[range, ...]
 StageOf = tuple[int, ...]
+Speeds = tuple[float, ...]
 _WHOLE_BACKWARDS = ("gpipe", "1f1b", "interleaved")  # no schedule whose W may come after all else
 
 
@@ -63,6 +64,19 @@ class _LayerTimes(NamedTuple):
     weight: NDArray[np.float64]
 
 
+class _Case(NamedTuple):
+    """All that a split depends on."""
+
+    pipe: Pipe
+    micro_batches: int
+    stage_of: StageOf
+    speeds: Speeds
+    micro_batch: int
+    recompute: Recompute
+    optimizer_share: float
+    residual: bool
+
+
 class Forecast:
     """Foresees choices for one model on one cluster.
 
@@ -83,6 +97,7 @@ class Forecast:
         self._placement = cache(self._place)
         self._even_split = cache(self._split_evenly)
         self._sums = cache(self._make_sums)
+        self._fitting_split = cache(self._split_to_fit)
 
     def draft(self, choice: Choice) -> Draft:
         """Split the layers, and tell how fast it could be at best.  Raises TooLarge."""
@@ -116,40 +131,45 @@ class Forecast:
 
     def _split(self, choice: Choice, stage_of: StageOf, placement: Placement) -> tuple[Split, float]:
         """The layers of each chunk, and the bytes of the fullest rank."""
-        speeds = tuple(placement.speeds)
-        split = self._even_split(choice.micro_batch, choice.recompute, stage_of, speeds)
-        memory = self._memory(
-            choice.micro_batch,
-            choice.recompute,
-            1 / choice.replicas if self.options.sharded else 1.0,
-            choice.replicas > 1 and self.options.keeps_residual(choice.wire),
-        )
-        moments = live(_pipe(choice), choice.micro_batches(self.batch_size))
-        even_bytes = max(memory.rank_bytes(split, stage_of, moments))
+        optimizer_share = 1 / choice.replicas if self.options.sharded else 1.0
+        residual = choice.replicas > 1 and self.options.keeps_residual(choice.wire)
+        sizes = choice.micro_batch, choice.recompute, optimizer_share, residual
+        micro_batches = choice.micro_batches(self.batch_size)
+        case = _Case(_pipe(choice), micro_batches, stage_of, tuple(placement.speeds), *sizes)
+        split, rank_bytes = self._fitting_split(case)
+        if split is None:
+            raise TooLarge(rank_bytes)
+        return split, rank_bytes
+
+    def _split_to_fit(self, case: _Case) -> tuple[Split | None, float]:
+        """The most even split that fits, and its fullest rank; or none, and that of one without a bound."""
+        split = self._even_split(case.micro_batch, case.recompute, case.stage_of, case.speeds)
+        memory = self._memory(case.micro_batch, case.recompute, case.optimizer_share, case.residual)
+        moments = live(case.pipe, case.micro_batches)
+        even_bytes = max(memory.rank_bytes(split, case.stage_of, moments))
         limit = self.cluster.memory_bytes
         if even_bytes <= limit:
             return split, even_bytes
-        if memory.least_bytes(choice.stages) > limit:
-            raise TooLarge(even_bytes)
-        most = [int(moments[stage][:, chunk].max()) for chunk, stage in enumerate(stage_of)]
-        bound = MemoryBound(
-            lambda start, end, chunk: (
-                memory.fixed_bytes(start, end) + most[chunk] * memory.kept_bytes(start, end)
-            ),
-            [limit] * choice.stages,
-        )
+        if memory.least_bytes(case.pipe.stages) > limit:
+            return None, even_bytes
+        most = [int(moments[stage][:, chunk].max()) for chunk, stage in enumerate(case.stage_of)]
+
+        def bytes_of(start: Any, end: Any, chunk: int) -> Any:
+            return memory.fixed_bytes(start, end) + most[chunk] * memory.kept_bytes(start, end)
+
+        bound = MemoryBound(bytes_of, [limit] * case.pipe.stages)
         try:
-            split = self._split_evenly(choice.micro_batch, choice.recompute, stage_of, speeds, bound)
+            split = self._split_evenly(case.micro_batch, case.recompute, case.stage_of, case.speeds, bound)
         except DoesNotFit:
-            raise TooLarge(even_bytes) from None
-        return split, max(memory.rank_bytes(split, stage_of, moments))
+            return None, even_bytes
+        return split, max(memory.rank_bytes(split, case.stage_of, moments))
 
     def _split_evenly(
         self,
         micro_batch: int,
         recompute: Recompute,
         stage_of: StageOf,
-        speeds: tuple[float, ...],
+        speeds: Speeds,
         memory: MemoryBound | None = None,
     ) -> Split:
         until = self._layer_times(micro_batch, recompute)

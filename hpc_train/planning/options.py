@@ -111,7 +111,7 @@ def _schedules(stages: int, num_layers: int, options: Options) -> Iterator[tuple
             if stages > 1 and stages * chunks <= num_layers and _has(name, chunks, stages):
                 yield name, chunks
     if stages == 1:
-        alone = [name for name in options.schedules if name != "interleaved" and find(name).chunks == 1]
+        alone = [name for name in options.schedules if find(name).chunks == 1 and _has(name, 1, 1)]
         yield (alone or ["1f1b"])[0], 1
 
 

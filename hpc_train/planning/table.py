@@ -13,10 +13,11 @@ WIDTH = 110
 def table(planned: Planned) -> str:
     """The best few, a line each, and why the others lose.
 
-    >>> print(table(planned))
-       grid  fastest  schedule  micro-batch  recompute  wires      step  bubble  exposed   a rank  ...
-    1  16x4  stage    zb-h1     4            none       fp32     1.24 s     3 %    12 ms  61.2 GB
-    2  8x8   stage    1f1b      2            none       fp32     1.31 s    18 %     0 us  33.1 GB
+      grid fastest schedule micro recompute wires       step samples/s bubble exposed  memory a host
+    1 16x4 stage   zb-h1    4     none      int8/bf16 1.24 s       414   3.1%   12 ms 61.2 GB   3 GB
+
+    micro: samples of a micro-batch.  wires: of gradients, and of activations.  exposed: the sums' time
+    beyond the pipeline's.  memory: of the fullest rank.  a host: what the busiest one sends in a step.
     """
     rows = [_HEAD, *(_row(number, candidate) for number, candidate in enumerate(planned.best, 1))]
     parts = [
@@ -33,7 +34,7 @@ def table(planned: Planned) -> str:
 
 _HEAD = (
     *("", "grid", "fastest", "schedule", "micro", "recompute", "wires"),
-    *("step", "samples/s", "bubble", "exposed", "a rank", "a host sends"),
+    *("step", "samples/s", "bubble", "exposed", "memory", "a host"),
 )
 _LEFT = 7  # columns of words; numbers are aligned to the right
 

@@ -6,7 +6,7 @@ holds at most it holds by then, too.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -56,33 +56,40 @@ class Timeline:
     last_backward_s: list[tuple[float, float]]
     actions: int
 
+    @property
+    def moments_s(self) -> list[float]:
+        """All times in one list."""
+        return [self.step_s, *self.ends_s, *(moment_s for pair in self.last_backward_s for moment_s in pair)]
+
 
 def play(pipe: Pipe, micro_batches: int, times: ChunkTimes) -> Timeline:
-    """A step of 1 or more micro-batches; for many, that of fewer and so many periods more."""
-    fewer = _fewer(pipe, micro_batches)
-    if fewer is None:
+    """A step of 1 or more micro-batches; of many it is that of fewer and as many periods more.
+
+    Unequal stages or slow lines can make it take turns of several micro-batches. It then shows in unequal
+    differences between three numbers of micro-batches, and all are played.
+    """
+    period = _period(pipe, micro_batches)
+    if not period or micro_batches <= (2 + 3 + 4) * period:
         return _play(pipe, micro_batches, times)
-    first, second = (_play(pipe, number, times) for number in fewer)
-    more_s = (second.step_s - first.step_s) / (fewer[1] - fewer[0]) * (micro_batches - fewer[1])
-    step_s = second.step_s + more_s
+    first, second, third = (_play(pipe, number * period, times) for number in (2, 3, 4))
+    actions = first.actions + second.actions + third.actions
+    moments_s = np.array([timeline.moments_s for timeline in (first, second, third)])
+    earlier_s, period_s = np.diff(moments_s, axis=0)
+    if (abs(earlier_s - period_s) > 1e-3 * period_s[0]).any():
+        timeline = _play(pipe, micro_batches, times)
+        return replace(timeline, actions=timeline.actions + actions)
+    foreseen_s = (moments_s[2] + (micro_batches / period - 4) * period_s).tolist()
+    step_s, ends_s, rest_s = foreseen_s[0], foreseen_s[1 : 1 + pipe.stages], foreseen_s[1 + pipe.stages :]
     busy_s = micro_batches * sum(map(sum, times[:3]))
-    return Timeline(
-        step_s,
-        max(0.0, 1 - busy_s / (step_s * pipe.stages)) if step_s else 0.0,
-        [end_s + more_s for end_s in second.ends_s],
-        [(start_s + more_s, end_s + more_s) for start_s, end_s in second.last_backward_s],
-        first.actions + second.actions,
-    )
+    bubble = max(0.0, 1 - busy_s / (step_s * pipe.stages)) if step_s else 0.0
+    return Timeline(step_s, bubble, ends_s, list(zip(rest_s[::2], rest_s[1::2], strict=True)), actions)
 
 
-def _fewer(pipe: Pipe, micro_batches: int) -> tuple[int, int] | None:
-    """Two smaller numbers of micro-batches, a period apart, when the order is periodic between and after."""
-    periodic = pipe.schedule in _PERIODIC or (
-        pipe.schedule == "interleaved" and micro_batches % pipe.stages == 0
-    )
-    period = pipe.stages
-    second = 4 * period * max(1, -(-4 // period))  # a few more where there are few stages
-    return (second - period, second) if periodic and micro_batches > second + period else None
+def _period(pipe: Pipe, micro_batches: int) -> int:
+    """After how many micro-batches the order surely does the same again; 0 where it may never."""
+    if pipe.schedule in _PERIODIC or (pipe.schedule == "interleaved" and micro_batches % pipe.stages == 0):
+        return pipe.stages * -(-12 // pipe.stages)  # several, of few stages
+    return 0
 
 
 def _play(pipe: Pipe, micro_batches: int, times: ChunkTimes) -> Timeline:
@@ -113,8 +120,8 @@ def live(pipe: Pipe, micro_batches: int) -> list[NDArray[np.int64]]:
     """
     if pipe.schedule == "gpipe":
         return [micro_batches * np.eye(pipe.stages, dtype=np.int64)[[s]] for s in range(pipe.stages)]
-    fewer = _fewer(pipe, micro_batches)
-    order = order_of(pipe, fewer[1] if fewer else micro_batches)
+    period = _period(pipe, micro_batches)
+    order = order_of(pipe, min(micro_batches, 4 * period) if period else micro_batches)
     return [_moments(row, pipe.stages * pipe.chunks) for row in order]
 
 
