@@ -92,10 +92,11 @@ def about_batch_norm(settings: Settings, specs: Sequence[LayerSpec]) -> str:
     ]
     if not found:
         return ""
+    more = " and others" if len(found) > 1 else ""
     return (
-        f"warning: {layer_name(found[0])}{' and others' if len(found) > 1 else ''} normalise over the samples "
-        f"of a micro-batch (BatchNorm): training depends on batch.micro_batch={settings.batch.micro_batch}; "
-        "running statistics are of the whole batch"
+        f"warning: {layer_name(found[0])}{more} normalise over the samples of a micro-batch (BatchNorm): "
+        f"training depends on batch.micro_batch={settings.batch.micro_batch}; running statistics are of the "
+        "whole batch"
     )
 
 

@@ -71,6 +71,16 @@ _MOVED = "loss itself is fp32, of parameters that rounded gradients have moved"
 _SUMMED = "; the next step makes up for that, so gradients are added up over the steps and compared together"
 
 _COARSE = ("bf16", "int8")
+_ACTIVATIONS = {  # limits of loss, gradients, parameters with AdamW and with SGD, by pipeline.wire
+    "fp16": (
+        *(1e-3, 1e-2, 5e-2, 1e-2),
+        "fp16 rounds activations and their gradients at every boundary by 4.9e-4",
+    ),
+    "bf16": (
+        *(1e-2, 1e-1, 3e-1, 1e-1),
+        "bf16 rounds activations and their gradients at every boundary by 3.9e-3",
+    ),
+}
 # By wire: limits of loss, gradients, parameters with AdamW and with SGD; why the first two.
 _LIMITS: dict[str, tuple[float, float, float, float, str, str]] = {
     "fp32": (
@@ -104,6 +114,10 @@ def tolerances(settings: Settings) -> dict[str, Tolerance]:
     """
     adaptive = settings.optimizer.name == "adamw"
     loss, gradients, adamw, sgd, why_loss, why_gradients = _LIMITS[settings.gradients.wire]
+    if settings.pipeline.wire != "fp32" and settings.grid.stages > 1:
+        *limits, why = _ACTIVATIONS[settings.pipeline.wire]
+        loss, gradients, adamw, sgd = map(max, (loss, gradients, adamw, sgd), limits)
+        why_loss, why_gradients = why, why
     fed_back = sum_method(settings).error_feedback and settings.gradients.wire != "fp32"
     return {
         "loss": Tolerance(loss, why_loss),

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CASES = Path(__file__).with_name("parity_cases.py")
 
 SMALL_LM = [
     "task_options.context=16",
     "task_options.hidden=32",
-    "task_options.blocks=4",
+    "task_options.blocks=6",
     "task_options.heads=2",
     "batch.size=12",
     "batch.micro_batch=2",
@@ -41,10 +42,58 @@ def check(mpirun, num_ranks, cases, *backend):
 def test_schedules_and_wires(mpirun, replicas, stages):
     cases = [
         case("bytelm", f"grid.stages={stages}", f"pipeline.schedule={schedule}", f"gradients.wire={wire}")
-        for schedule in ("gpipe", "1f1b")
-        for wire in ("fp32", "fp16")
+        for schedule, wire in zip(SCHEDULES, ("fp32", "fp16", "fp32", "fp16", "fp32"), strict=True)
     ]
     check(mpirun, replicas * stages, cases)
+
+
+@pytest.mark.parametrize(("replicas", "stages"), [(1, 1), (1, 4), (2, 2)])
+def test_tied_embeddings_batch_norm_dropout_and_recomputation(mpirun, replicas, stages):
+    # Before a BatchNorm the gradient of a bias is zero but for rounding, of which AdamW would make a step.
+    sgd = ["optimizer.name=sgd"]
+    cases = []
+    for schedule in SCHEDULES:
+        grid = [f"grid.stages={stages}", f"pipeline.schedule={schedule}", "gradients.wire=fp32"]
+        cases += [
+            case("bytelm", *grid, "task_options.tied=true", "optimizer.clip_norm=0.1"),
+            case(
+                "bytelm",
+                *grid,
+                "task_options.tied=true",
+                "task_options.dropout=0.2",
+                "pipeline.recompute=all",
+            ),
+            case(
+                "digits",
+                *grid,
+                "task_options.norm=batch",
+                "task_options.convolutions=7",
+                "batch.size=30",
+                *sgd,
+            ),
+        ]
+    check(mpirun, replicas * stages, cases)
+
+
+def test_tied_embeddings_with_a_sharded_optimizer_and_powersgd(mpirun):
+    tied = ["grid.stages=2", "task_options.tied=true", "pipeline.schedule=zb-h1"]
+    cases = [
+        case("bytelm", *tied, "optimizer.sharded=true"),
+        case("bytelm", *tied, "gradients.compression=powersgd", "gradients.powersgd_warm_up_steps=5"),
+        case("bytelm", *tied, shares=[0, 1]),
+    ]
+    check(mpirun, 4, cases)
+
+
+@pytest.mark.parametrize("wire", ["fp16", "bf16"])
+def test_activations_in_16_bits(mpirun, wire):
+    check(mpirun, 4, [case("bytelm", "grid.stages=4", f"pipeline.wire={wire}", "pipeline.schedule=zb-h1")])
+
+
+def test_a_schedule_from_a_file(mpirun, tmp_path):
+    file = tmp_path / "order.csv"
+    file.write_text("0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
+    check(mpirun, 4, [case("bytelm", "grid.stages=2", f"pipeline.schedule={file}")])
 
 
 @pytest.mark.parametrize("fastest", ["stage", "replica"])
