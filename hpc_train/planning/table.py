@@ -15,13 +15,10 @@ def table(planned: Planned) -> str:
 
       grid fastest schedule micro recompute wires       step samples/s bubble exposed  memory a host
     1 16x4 stage   zb-h1    4     none      int8/bf16 1.24 s       414   3.1%   12 ms 61.2 GB   3 GB
-
-    micro: samples of a micro-batch.  wires: of gradients, and of activations.  exposed: the sums' time
-    beyond the pipeline's.  memory: of the fullest rank.  a host: what the busiest one sends in a step.
     """
     rows = [_HEAD, *(_row(number, candidate) for number, candidate in enumerate(planned.best, 1))]
     parts = [
-        f"{planned.considered:,} ways considered, {planned.simulated:,} simulated; grid: replicas x stages",
+        f"{planned.considered:,} ways considered, {planned.simulated:,} simulated\n{_LEGEND}",
         _aligned(rows),
         f"layers of each chunk of the best: {_split(planned.best[0].split)}",
     ]
@@ -32,6 +29,10 @@ def table(planned: Planned) -> str:
     return "\n\n".join(parts)
 
 
+_LEGEND = (
+    "grid: replicas x stages; micro: samples of a micro-batch; wires: of gradients/activations;\n"
+    "exposed: sums beyond the pipeline; memory: of the fullest rank; a host: what the busiest sends in a step"
+)
 _HEAD = (
     *("", "grid", "fastest", "schedule", "micro", "recompute", "wires"),
     *("step", "samples/s", "bubble", "exposed", "memory", "a host"),

@@ -33,6 +33,16 @@ ROOMS = {
     # the entry of those who bring their own loop
     "gradients.session": (*FLOOR, "comm.connect", "launch.horovod_settings"),
     "pipeline": FLOOR,
+    "planning": (  # of pipeline what is PURE
+        *FLOOR,
+        *(
+            "pipeline.actions",
+            "pipeline.schedules",
+            "pipeline.simulate",
+            "pipeline.check",
+            "pipeline.partition",
+        ),
+    ),
     "coordinator": FLOOR,
     "data": FLOOR,
     "checkpoint": FLOOR,
@@ -158,7 +168,7 @@ def test_the_rooms_that_must_be_pure_are():
         "grid",
         *("pipeline.actions", "pipeline.schedules", "pipeline.schedule_file", "pipeline.check"),
         *("pipeline.simulate", "pipeline.drawing", "pipeline.chart", "pipeline.partition"),
-        *(name for name in FILES if name.startswith("coordinator.policies.")),
+        *(name for name in FILES if name.startswith(("coordinator.policies.", "planning."))),
         *("coordinator.report", "coordinator.plan", "launch.line", "launch.findings", "launch.identity"),
         "launch.horovod_settings",
     }
