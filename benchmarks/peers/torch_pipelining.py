@@ -1,7 +1,7 @@
 """torch.distributed.pipelining, PyTorch's own pipelines, over Gloo.
 
-Its stages are what hpc_train calls chunks. Each schedule in two ways: the class that PyTorch has for it, and PyTorch's
-general runtime, which walks the very order that hpc_train walks, from a file.
+Its stages are what hpc_train calls chunks. Each schedule in two ways: the class that PyTorch has for it, and
+PyTorch's general runtime, which walks the very order that hpc_train walks, from a file.
 """
 
 import tempfile

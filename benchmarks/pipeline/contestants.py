@@ -1,7 +1,7 @@
-"""Who takes part in a contest of pipelined steps: forward and backward of a whole batch, and its loss as a number.
+"""Who takes part in a contest of pipelined steps: forward and backward of a batch, and its loss as a number.
 
-All share one copy of the layers, so that none finds its weights in the cache where another does not. A batch is cut
-into micro-batches, and gradients are added to `grad`, which is zero; both are so for each contestant.
+All share one copy of the layers, so that none finds its weights in the cache where another does not. Each
+cuts the batch into micro-batches, and adds gradients to `grad`, which is zero.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,7 @@ class Contest:
         )
 
     def peer(self, way: str, schedule: Schedule, lead_in: int = 0) -> tuple[Contestant, bool]:
-        """torch.distributed.pipelining, and whether it walks the same order.  Raises ValueError as it does."""
+        """PyTorch's pipelining, and whether it walks the same order.  Raises ValueError where it does."""
         held, num_chunks = self._held(schedule)
         torch_pipeline = TorchPipeline(
             way,
@@ -95,7 +95,7 @@ class Contest:
         return schedule.order(self._world.size, self.micro_batches)
 
     def _held(self, schedule: Schedule) -> tuple[dict[int, range], int]:
-        """This rank's layers, by chunk, and the number of all chunks."""
+        """The layers held here, by chunk, and the number of all chunks."""
         num_chunks = self._world.size * schedule.chunks
         mine = [c for c in range(num_chunks) if schedule.stage_of(c, self._world.size) == self._world.rank]
         return {c: self._model.chunk(c, num_chunks) for c in mine}, num_chunks

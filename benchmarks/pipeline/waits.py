@@ -76,7 +76,7 @@ class Shifted(nn.Module):
 
 
 def waiting_product(x: Tensor, weight: Tensor, seconds: Seconds) -> Tensor:
-    """input * weight; see above."""
+    """Input times weight; see above."""
     if has_torch_function((x, weight)):
         product: Tensor = handle_torch_function(waiting_product, (x, weight), x, weight, seconds)
         return product

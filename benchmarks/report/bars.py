@@ -1,12 +1,13 @@
-"""What the sums are meant to reach, and what was measured: met, or missed by how much, and why.
+"""What sums and pipelines are meant to reach, and what was measured: met, or missed by how much, and why.
 
 PURE: from records alone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from benchmarks.records import OURS, Record, Results
+from benchmarks.report import pipelines
+from benchmarks.report.bar import Bar
 
 _MIB = 2**20
 _SIZES = [4 * _MIB, 16 * _MIB, 64 * _MIB]
@@ -14,51 +15,6 @@ _ONE_HOST, _FOUR, _FOUR_BY_TWO = "1 host x 2 ranks", "4 hosts x 1 rank", "4 host
 _OPEN_MPI = ("Open MPI", "Open MPI tuned")
 _LEVEL = 1.02  # two that differ by less are level: peers differ from themselves by as much
 _NUM_SEEDS = 5
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One thing to reach.
-
-    Attributes:
-        what, bar: where, and how much, for people.
-        value: measured, at the worst size; None: not measured.
-        bound: `value` should be at most that, or at least.
-        best_possible: what `value` would be if memory and links were the only limit.
-        remark: which size the value is of, what is missing.
-    """
-
-    what: str
-    bar: str
-    value: float | None
-    bound: float
-    at_most: bool
-    best_possible: float | None = None
-    remark: str = ""
-
-    @property
-    def met(self) -> bool | None:
-        """None: not measured."""
-        if self.value is None:
-            return None
-        return self.value <= self.bound if self.at_most else self.value >= self.bound
-
-    @property
-    def missed_by(self) -> float:
-        """The part of the bound by which it is missed; 0 where it is met."""
-        if self.value is None or self.met:
-            return 0.0
-        return abs(self.value - self.bound) / abs(self.bound)
-
-    @property
-    def why(self) -> str:
-        """What the data say about a bar that is missed."""
-        if self.met is not False or self.best_possible is None:
-            return ""
-        reachable = self.best_possible <= self.bound if self.at_most else self.best_possible >= self.bound
-        if not reachable:
-            return f"nobody could: at the limit of memory or links it would be {self.best_possible:.2f}"
-        return f"the limit of memory or links would allow {self.best_possible:.2f}"
 
 
 def bars(results: Mapping[str, Results]) -> list[Bar]:
@@ -72,6 +28,7 @@ def bars(results: Mapping[str, Results]) -> list[Bar]:
         *_steps(results.get("train-step")),
         *_losses(results.get("convergence")),
         _nothing_to_send(results.get("one-replica")),
+        *pipelines.bars(results.get("pipeline")),
     ]
 
 

@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from benchmarks.records import OURS, Record, Results, size
+from benchmarks.report import pipeline_chart
 
 # Ours are blue and green, Gloo and DDP red, MPI orange, Horovod purple.
 _COLOURS = {
@@ -46,7 +47,12 @@ _STYLE = {
 
 def draw(results: Results, path: Path) -> bool:
     """Draw a benchmark into `path`; False where there is nothing to draw."""
-    kinds = {"allreduce": _draw_sums, "train-step": _draw_steps, "convergence": _draw_losses}
+    kinds = {
+        "allreduce": _draw_sums,
+        "train-step": _draw_steps,
+        "convergence": _draw_losses,
+        "pipeline": pipeline_chart.draw,
+    }
     if results.benchmark not in kinds or not results.records:
         return False
     with plt.rc_context(_STYLE):

@@ -4,7 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.records import Record, Results, size
-from benchmarks.report.bars import Bar, bars
+from benchmarks.report import pipelines
+from benchmarks.report.bar import Bar
+from benchmarks.report.bars import bars
 from benchmarks.report.defeats import defeats
 
 _TITLES = {
@@ -12,6 +14,7 @@ _TITLES = {
     "train-step": "Training steps",
     "convergence": "Loss",
     "one-replica": "Nothing to send",
+    "pipeline": "Pipelines",
 }
 _EXPLAINED = {
     "allreduce": "A ratio below 1 is faster. *To best peer*: to the fastest peer in fp32; *to same wire*: to "
@@ -24,6 +27,7 @@ _EXPLAINED = {
     "same seed, after all steps, and at the moment when the fastest of all was done; mean, and the range of "
     "the seeds.",
     "one-replica": "One process, no launcher: a step of ours beside one of plain PyTorch.",
+    "pipeline": pipelines.EXPLAINED,
 }
 _COLUMNS = {
     "allreduce": ("bus MB/s", "sent MB"),
@@ -103,9 +107,14 @@ def _benchmark(results: Results, drawing: str | None) -> Iterable[str]:
     yield f"`{command}`" + (f"  \n{_EXPLAINED[name]}" if name in _EXPLAINED else "")
     if drawing:
         yield f"![{_TITLES.get(name, name)}]({drawing})"
-    for case in dict.fromkeys(r.case for r in results.records):
-        yield f"### {case}"
-        yield _records(name, [r for r in results.records if r.case == case])
+    if name == "pipeline":
+        for title, headings, rows in pipelines.tables(results):
+            yield f"### {title}"
+            yield _table(headings, rows)
+    else:
+        for case in dict.fromkeys(r.case for r in results.records):
+            yield f"### {case}"
+            yield _records(name, [r for r in results.records if r.case == case])
     for item in results.skipped:
         yield f"Not measured: {item.case}, {item.impl}: {item.reason}."
 
