@@ -68,8 +68,8 @@ def simulate(
         comm_s: seconds from the end of an action until what it sends is there, one value or one for each
             boundary between chunks c and c + 1; computing goes on meanwhile. On one stage it is 0.
         activation_bytes: what a micro-batch's forward through a chunk keeps for its backward.
-        line_s: seconds, beside `comm_s`, in which a message has its boundary's line for itself, that way: the
-            next one waits for it. One value, or one for each boundary.
+        line_s: seconds, beside `comm_s`, in which a message has its sender's line for itself: that stage's
+            next one, wherever it goes, waits for it. One value, or one for each boundary.
 
     Raises:
         ValueError: so many times do not fit the order's chunks.
@@ -79,13 +79,12 @@ def simulate(
     forward, inputs, weights = (_spread(s, num_chunks, "chunk") for s in (forward_s, input_s, weight_s))
     kept_bytes = _spread(activation_bytes, num_chunks, "chunk")
     hop, line = (_between_stages(seconds, stage_of) for seconds in (comm_s, line_s))
-    # When a chunk's latest output, and its latest gradient, has left its line.
-    output_left_s, gradient_left_s = [0.0] * num_chunks, [0.0] * num_chunks
     micro_batches = count_micro_batches(order)
     # When the output of F, and the gradient of B or I, is where the next chunk, or the one before, needs it.
     output_s = [[0.0] * micro_batches for _ in stage_of]
     gradient_s = [[0.0] * micro_batches for _ in stage_of] + [[0.0] * micro_batches]
     free_s = [0.0] * len(order)  # when the stage's latest action ends
+    sent_s = [0.0] * len(order)  # when its latest message has left its line
     live, peak_live = [0] * len(order), [0] * len(order)
     held, peak_bytes = [0.0] * len(order), [0.0] * len(order)
     starts_s: list[list[float]] = [[] for _ in order]
@@ -96,8 +95,10 @@ def simulate(
             if chunk:
                 start = max(start, output_s[chunk - 1][micro_batch])
             end = start + forward[chunk]
-            output_left_s[chunk] = max(output_left_s[chunk], end) + line[chunk]
-            output_s[chunk][micro_batch] = output_left_s[chunk] + hop[chunk]
+            output_s[chunk][micro_batch] = end + hop[chunk]
+            if line[chunk]:
+                sent_s[stage] = max(sent_s[stage], end) + line[chunk]
+                output_s[chunk][micro_batch] = sent_s[stage] + hop[chunk]
             live[stage] += 1
             held[stage] += kept_bytes[chunk]
             peak_live[stage] = max(peak_live[stage], live[stage])
@@ -107,8 +108,10 @@ def simulate(
             if kind is not Kind.W:
                 start = max(start, gradient_s[chunk + 1][micro_batch])
                 end = start + inputs[chunk] + (weights[chunk] if kind is Kind.B else 0.0)
-                gradient_left_s[chunk] = max(gradient_left_s[chunk], end) + line[chunk - 1]
-                gradient_s[chunk][micro_batch] = gradient_left_s[chunk] + hop[chunk - 1]
+                gradient_s[chunk][micro_batch] = end + hop[chunk - 1]
+                if line[chunk - 1]:
+                    sent_s[stage] = max(sent_s[stage], end) + line[chunk - 1]
+                    gradient_s[chunk][micro_batch] = sent_s[stage] + hop[chunk - 1]
             if kind is not Kind.I:
                 live[stage] -= 1
                 held[stage] -= kept_bytes[chunk]

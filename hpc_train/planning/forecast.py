@@ -64,6 +64,17 @@ class _LayerTimes(NamedTuple):
     weight: NDArray[np.float64]
 
 
+class _Passing(NamedTuple):
+    """The activations of a step.
+
+    `passed`: stage, other stage, and the bytes that a replica sends from the one to the other, and back.
+    `least_s`: what the busiest host takes to send them.
+    """
+
+    passed: list[tuple[int, int, float]]
+    least_s: float
+
+
 class _Case(NamedTuple):
     """All that a split depends on."""
 
@@ -97,6 +108,7 @@ class Forecast:
         self._placement = cache(self._place)
         self._even_split = cache(self._split_evenly)
         self._sums = cache(self._make_sums)
+        self._passing = cache(self._pass)
         self._fitting_split = cache(self._split_to_fit)
 
     def draft(self, choice: Choice) -> Draft:
@@ -106,13 +118,16 @@ class Forecast:
         split, rank_bytes = self._split(choice, stage_of, placement)
         times = self._chunk_times(choice, split, stage_of, placement)
         sums = self._sums(choice.grid, stage_of, split, choice.wire)
-        bound_s = self._bound_s(choice, stage_of, times, sums)
+        bound_s = self._bound_s(choice, stage_of, split, times, sums)
         return Draft(choice, split, times, sums, rank_bytes, bound_s)
 
     def candidate(self, draft: Draft) -> Candidate:
         """Play a draft through."""
         choice, sums = draft.choice, draft.sums
+        stage_of = tuple(choice.stage_of)
+        passing = self._passing(choice.grid, stage_of, draft.split, choice.pipeline_wire)
         timeline = play(_pipe(choice), choice.micro_batches(self.batch_size), draft.times)
+        timeline = timeline.lasting(passing.least_s)
         self.simulated += 1
         self.actions += timeline.actions
         ready_s = sums.ready_s(timeline)
@@ -125,7 +140,7 @@ class Forecast:
             bubble=timeline.bubble,
             exposed_sum_s=ready_s - timeline.step_s + sums.spread_s,
             rank_bytes=draft.rank_bytes,
-            host_bytes=self._host_bytes(draft),
+            host_bytes=self._placement(choice.grid, stage_of).host_bytes(sums.sent_bytes, passing.passed),
             samples_per_s=self.batch_size / step_s,
         )
 
@@ -196,8 +211,10 @@ class Forecast:
             line_s.append(sample_bytes * choice.micro_batch / way.bytes_per_s)
         return ChunkTimes(forward, inputs, weights, latency_s, line_s)
 
-    def _bound_s(self, choice: Choice, stage_of: StageOf, times: ChunkTimes, sums: Sums) -> float:
-        """A step takes at least so long: as its busiest stage, its slowest line, or its longest sum."""
+    def _bound_s(
+        self, choice: Choice, stage_of: StageOf, split: Split, times: ChunkTimes, sums: Sums
+    ) -> float:
+        """A step takes at least so long: as its busiest stage, its busiest line, or its longest sum."""
         micro_batches = choice.micro_batches(self.batch_size)
         forward, inputs, weights = (np.array(seconds) for seconds in times[:3])
         whole = choice.schedule in _WHOLE_BACKWARDS
@@ -210,22 +227,28 @@ class Forecast:
         work = forward + inputs + weights
         pipeline_s = float(forward.sum() + down.sum() + 2 * way_s[-1])
         pipeline_s += (micro_batches - 1) * float(line_s.max(initial=0.0))
+        pipeline_s = max(
+            pipeline_s, self._passing(choice.grid, stage_of, split, choice.pipeline_wire).least_s
+        )
         work_s = np.bincount(stage_of, weights=work)
+        sending_s = np.bincount(stage_of[:-1], line_s, choice.stages)  # outputs
+        sending_s += np.bincount(stage_of[1:], line_s, choice.stages)  # gradients
         for stage in range(choice.stages):
             first = stage_of.index(stage)  # its lowest chunk
             end_s = there_s[first] + micro_batches * work_s[stage] + (back_s[first] if whole else 0.0)
-            pipeline_s = max(pipeline_s, float(end_s))
+            sent_s = there_s[first] + forward[first] + micro_batches * sending_s[stage]
+            pipeline_s = max(pipeline_s, float(end_s), float(sent_s))
         earliest_s = there_s + micro_batches * work - (inputs + weights)
         return max(pipeline_s, sums.least_s(earliest_s.tolist())) + sums.finish_s
 
-    def _host_bytes(self, draft: Draft) -> float:
-        choice, stage_of = draft.choice, tuple(draft.choice.stage_of)
-        samples = share_of(self.batch_size, choice.replicas)
+    def _pass(self, grid: Grid, stage_of: StageOf, split: Split, wire: Wire) -> _Passing:
+        samples = share_of(self.batch_size, grid.replicas)
         passed = []
-        for chunk, layers in enumerate(draft.split[:-1]):
-            size = self.profile.layers[layers.stop - 1].output_bytes * WIRE_SHARE[choice.pipeline_wire]
+        for chunk, layers in enumerate(split[:-1]):
+            size = self.profile.layers[layers.stop - 1].output_bytes * WIRE_SHARE[wire]
             passed.append((stage_of[chunk], stage_of[chunk + 1], size * samples))
-        return self._placement(choice.grid, stage_of).host_bytes(draft.sums.sent_bytes, passed)
+        host_bytes = self._placement(grid, stage_of).host_bytes([0.0] * grid.stages, passed)
+        return _Passing(passed, host_bytes / self.cluster.bandwidth)
 
     def _make_sums(self, grid: Grid, stage_of: StageOf, split: Split, wire: Wire) -> Sums:
         placement = self._placement(grid, stage_of)

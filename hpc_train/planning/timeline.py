@@ -61,6 +61,19 @@ class Timeline:
         """All times in one list."""
         return [self.step_s, *self.ends_s, *(moment_s for pair in self.last_backward_s for moment_s in pair)]
 
+    def lasting(self, least_s: float) -> "Timeline":
+        """The same, ending later if it takes less than that: stages wait where it is."""
+        more_s = least_s - self.step_s
+        if more_s <= 0:
+            return self
+        return Timeline(
+            least_s,
+            1 - (1 - self.bubble) * self.step_s / least_s,
+            [end_s + more_s for end_s in self.ends_s],
+            [(start_s + more_s, end_s + more_s) for start_s, end_s in self.last_backward_s],
+            self.actions,
+        )
+
 
 def play(pipe: Pipe, micro_batches: int, times: ChunkTimes) -> Timeline:
     """A step of 1 or more micro-batches; of many it is that of fewer and as many periods more.

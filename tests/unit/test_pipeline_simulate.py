@@ -51,6 +51,13 @@ def test_a_slow_line_carries_one_message_after_the_other():
     assert simulate(zb_v(1, 4), 1, 1, 1, line_s=3).step_s == 4 * 6  # both chunks on one stage
 
 
+def test_outputs_and_gradients_of_a_stage_share_its_line():
+    """Stage 1 sends the output of 1F2 from 19 to 24, so that 1B1's gradient, there at 23, leaves at 24."""
+    simulation = simulate(one_f_one_b(3, 3), 1, 1, 1, line_s=[1, 5])
+    cells = {str(cell.action): cell for row in simulation.cells for cell in row}
+    assert (cells["1F2"].end_s, cells["1B1"].end_s, cells["0B1"].start_s) == (19, 23, 25)
+
+
 def test_cells_never_overlap_and_follow_their_input():
     simulation = simulate(interleaved(2, 9), [1, 2, 1, 3], [2, 3, 1, 1], [2, 1, 0, 4], 0.25)
     for row in simulation.cells:

@@ -86,3 +86,12 @@ def test_what_is_kept_at_most_is_what_the_simulation_counts(name):
             expected = simulate(order, 1, 1, 1, activation_bytes=kept_bytes).peak_bytes
             moments = live(some, micro_batches)
             assert [max(counts @ np.array(kept_bytes)) for counts in moments] == expected
+
+
+def test_a_step_that_waits_for_its_host_ends_later():
+    times = ChunkTimes([1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [0.0], [0.0])
+    timeline = play(pipe("1f1b", 2), 2, times)
+    assert timeline.lasting(9) is timeline
+    later = timeline.lasting(12)
+    assert (later.step_s, later.ends_s, later.last_backward_s) == (12, [12, 10], [(10, 12), (8, 10)])
+    assert later.bubble == pytest.approx(1 - 12 / 24)
