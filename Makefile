@@ -60,6 +60,7 @@ bench: setup
 	$(PY) benchmarks/allreduce/main.py $(BENCH)
 	$(PY) benchmarks/train-step/main.py $(BENCH)
 	$(PY) benchmarks/convergence/main.py $(BENCH)
+	$(PY) benchmarks/pipeline/main.py $(BENCH)
 	$(PY) -m benchmarks.report
 
 clean:

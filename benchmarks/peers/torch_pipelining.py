@@ -5,7 +5,7 @@ PyTorch's general runtime, which walks the very order that hpc_train walks, from
 """
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from hpc_train.pipeline.actions import Kind, Order, parse_action
+from hpc_train.pipeline.actions import Action, Kind, Order
 from hpc_train.pipeline.schedule_file import write
 
 OWN, RUNTIME = "torch", "torch runtime"
@@ -35,7 +35,7 @@ class TorchPipeline:
     Args:
         way: OWN or RUNTIME.
         schedule: its name in hpc_train.
-        order: what RUNTIME walks, and what OWN is compared with.
+        order: what RUNTIME walks.
         chunks: the modules that this rank holds, by the number of the chunk.
         num_chunks: of the model.
         micro_batches: of every batch.
@@ -59,7 +59,7 @@ class TorchPipeline:
     ) -> None:
         device = torch.device("cpu")
         shape = example.detach().clone()
-        stages = [
+        self._stages = [
             PipelineStage(
                 module,
                 chunk,
@@ -74,14 +74,15 @@ class TorchPipeline:
         kind, takes_several = _CLASSES[schedule]
         options = {"loss_fn": loss, "scale_grads": False}
         if way == OWN:
-            self._schedule = kind(stages if takes_several else stages[0], micro_batches, **options)
+            self._schedule = kind(
+                self._stages if takes_several else self._stages[0], micro_batches, **options
+            )
         else:
-            self._schedule = _PipelineScheduleRuntime(stages, micro_batches, **options)
+            self._schedule = _PipelineScheduleRuntime(self._stages, micro_batches, **options)
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "order.csv"
                 write(path, order)
                 self._schedule._load_csv(str(path))
-        self.walks_the_same = _plain(self._schedule.pipeline_order) == [_halved(row) for row in order]
 
     def run(self, batch: tuple[Tensor, Tensor]) -> float:
         """Forward and backward of a whole batch; the sum of the losses where the last chunk is, else 0."""
@@ -94,20 +95,39 @@ class TorchPipeline:
         )
         return float(sum(part.detach() for part in losses))
 
+    def row_walked(self, batch: tuple[Tensor, Tensor]) -> list[str]:
+        """Run once, and tell in which order: the actions that were done here, as `in_halves` writes them.
 
-def _plain(order: Mapping[int, list[Any]]) -> list[list[str]]:
-    """PyTorch's order without what is idle or for sharded gradients, a backward as its two halves."""
-    rows = []
-    for rank in sorted(order):
-        words = [str(action) for action in order[rank] if action is not None]
-        rows.append(_halved([parse_action(word) for word in words if "REDUCE" not in word]))
-    return rows
+        What was done, not `pipeline_order`: ScheduleGPipe and Schedule1F1B do not walk theirs.
+        """
+        words: list[str] = []
+        for stage in self._stages:
+            _watch(stage, "forward_one_chunk", "F", words)
+            _watch(stage, "backward_one_chunk", "I", words)
+            _watch(stage, "backward_weight_one_chunk", "W", words)
+        self.run(batch)
+        for stage in self._stages:
+            for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+                delattr(stage, name)
+        return words
 
 
-def _halved(row: list[Any]) -> list[str]:
+def _watch(stage: PipelineStage, name: str, kind: str, words: list[str]) -> None:
+    """Add an action to `words` at each call of a method, until the attribute is deleted."""
+    method = getattr(stage, name)
+
+    def told(number: int, *args: Any, **kwargs: Any) -> Any:
+        words.append(f"{stage.stage_index}{kind}{number}")
+        if kind == "I" and kwargs.get("full_backward", True):
+            words.append(f"{stage.stage_index}W{number}")
+        return method(number, *args, **kwargs)
+
+    setattr(stage, name, told)
+
+
+def in_halves(row: Sequence[Action]) -> list[str]:
+    """The actions as texts, a backward at once as its two halves."""
     parts = {Kind.B: (Kind.I, Kind.W)}
     return [
-        f"{action.chunk}{kind.name}{action.micro_batch}"
-        for action in row
-        for kind in parts.get(action.kind, (action.kind,))
+        str(action._replace(kind=kind)) for action in row for kind in parts.get(action.kind, (action.kind,))
     ]

@@ -18,6 +18,7 @@ EXPLAINED = (
 _LEVEL = 1.02  # two that differ by less are level: peers differ from themselves by as much
 _ALL_IDEAL = ("gpipe", "1f1b")  # m p / (m + p - 1) is theirs; the others idle less
 _MANY = 32
+_LEAST_OF_ZB_V = 2 * 4 - 1  # micro-batches, on 4 ranks
 
 
 def bars(results: Results | None) -> Iterator[Bar]:
@@ -68,12 +69,15 @@ def _beside_torch(what: str, mine: Sequence[Record], bound: float) -> Bar:
 
 
 def _bubbles(mine: Sequence[Record]) -> Bar:
-    """Zero-bubble's beside 1f1b's, at the number of micro-batches where it is the largest part of it."""
+    """Zero-bubble's beside 1f1b's, at the number of micro-batches where it is the largest part of it.
+
+    Of the numbers for which zb-v is made, 2 p - 1 and more.
+    """
     what, bar = "pipeline, 4 ranks: bubble of the best zero-bubble schedule, beside our 1f1b's", "at most 1/3"
     parts: dict[str, dict[int, float]] = {"zb-h1": {}, "zb-v": {}}
     bubble = {(r.detail["schedule"], r.detail["micro_batches"]): r.detail["bubble"] for r in mine}
     for (schedule, number), value in bubble.items():
-        if schedule in parts and ("1f1b", number) in bubble:
+        if schedule in parts and ("1f1b", number) in bubble and number >= _LEAST_OF_ZB_V:
             parts[schedule][number] = value / bubble["1f1b", number]
     if not all(parts.values()):
         return Bar(what, bar, None, 1 / 3, at_most=True)

@@ -79,6 +79,25 @@ def test_losses(tmp_path):
         assert r.detail["loss_ratio"] == pytest.approx([1.0, 1.0], abs=0.01), r.name
 
 
+def test_pipelines(tmp_path):
+    changes = (
+        "MICRO_BATCHES={True: {'2 ranks pinned': [2]}}, _SECONDS={True: {'2 ranks pinned': 0.1}}, "
+        "models=lambda session: [names['computing']('small', 4, 16, 4), "
+        "names['waiting']('', 4, names['Seconds'](0.002, 0.002, 0.002))]"
+    )
+    results = run(tmp_path, "pipeline", "2 ranks pinned", 2, changes)
+    if [item.impl for item in results.skipped] == ["all"]:
+        pytest.skip(results.skipped[0].reason)
+    ours = {(r.detail["model"], r.detail["schedule"]) for r in results.records if r.impl == OURS}
+    assert ours == {(m, s) for m in ("small", "") for s in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")}
+    assert all(r.detail["walks_the_same"] for r in results.records if r.impl == "torch")
+    for r in results.records:
+        if r.role != "reference" and not r.detail["model"]:
+            assert r.median_s >= 0.99 * r.detail["simulated_s"], r.case  # a wait cannot be cut short
+            assert 0 <= r.detail["bubble_simulated"] <= r.detail["bubble"] + 0.01 < 1, r.case
+            assert r.detail["speed_up"] == pytest.approx(2 * 0.006 / r.median_s, rel=1e-4)
+
+
 def test_one_replica_needs_no_mpi(tmp_path):
     changes = "_SECONDS={True: 0.1}, _ROUNDS=(3, 3), _WARM_UPS=1"
     results = run(tmp_path, "one-replica", "1 host x 1 rank", 1, changes)
