@@ -33,6 +33,7 @@ setup(
         "pydantic>=2.7",
         "rich>=13.7",
         "safetensors>=0.4",
+        "psutil>=5.9",
         "tomli>=2.0; python_version < '3.11'",
         "tomli-w>=1.0",
     ],
@@ -43,7 +44,6 @@ setup(
         "report": ["matplotlib>=3.8"],
         "horovod": ["horovod>=0.28"],  # `make horovod` builds it; pip alone does not, against today's torch
         "dev": [
-            "psutil>=5.9",
             "pytest>=8.0",
             "pytest-timeout>=2.3",
             "ruff>=0.6",

@@ -58,16 +58,18 @@ def train(
 ) -> None:
     """Train.  Alone it is one rank; under mpirun, mpiexec or srun all ranks."""
     from hpc_train.launch.signals import SignalFlag
-    from hpc_train.training.guard import guard, together
+    from hpc_train.training.guard import guard, say, together
     from hpc_train.training.layout import Layout
 
     signal = SignalFlag()
     signal.__enter__()  # until the process ends: a signal while loading or sampling must not kill it
-    world, (settings, task) = _start(config, overrides)
+    world, (given, task) = _start(config, overrides)
 
     def run() -> int:
+        from hpc_train.training.autoplan import resolve
         from hpc_train.training.trainer import Trainer
 
+        settings = resolve(given, task, world, say)
         layout = together(world, lambda: Layout(settings, task, world))
         where = run_dir or Path("runs") / settings.name
         with Trainer(settings, task, world, layout, signal, where, resume, stop_at, init) as trainer:
@@ -91,14 +93,16 @@ def parity(
     as_json: AsJson = False,
 ) -> None:
     """Compare this grid's steps with plain PyTorch on the whole batch; exit code 0 or 1."""
-    from hpc_train.training.guard import guard, together
+    from hpc_train.training.guard import guard, say, together
     from hpc_train.training.layout import Layout
 
-    world, (settings, task) = _start(config, overrides)
+    world, (given, task) = _start(config, overrides)
 
     def run() -> int:
+        from hpc_train.training.autoplan import resolve
         from hpc_train.training.parity import compare, render
 
+        settings = resolve(given, task, world, say)
         layout = together(world, lambda: Layout(settings, task, world))
         differences = compare(settings, task, world, layout, steps)
         holds = all(difference.holds for difference in differences or ())
@@ -119,12 +123,46 @@ def plan(
     config: Config,
     overrides: Overrides = None,
     ranks: Annotated[int, typer.Option(help="Ranks to plan for.", min=1)] = 1,
+    ranks_per_host: Annotated[
+        int | None, typer.Option(help="Default: one host.", min=1, show_default=False)
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Of a rank: 80GB.", show_default=False)] = None,
+    bandwidth_host: Annotated[
+        str | None, typer.Option(help="Between ranks of a host: 300GB/s.", show_default=False)
+    ] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Of a host's line: 25GB/s, 200Mbit/s.", show_default=False)
+    ] = None,
+    latency: Annotated[str | None, typer.Option(help="Between hosts: 2us.", show_default=False)] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Layers' times; measured here if not given.", show_default=False)
+    ] = None,
+    save_profile: Annotated[
+        Path | None, typer.Option(help="Keep what was measured here.", show_default=False)
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="A settings file with the best plan.", show_default=False)
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option("--draw", help="A chart of the schedule: plan.png.", show_default=False),
+    ] = None,
 ) -> None:
-    """Draw grid, stages and schedule for a number of ranks; needs no MPI."""
+    """Foresee a run, without MPI: draw the settings' grid and schedule; or, with grid="auto" or told of the
+    cluster, find the best ones.
+    """
     from hpc_train.training.preview import preview
 
     settings, task = _load(config, overrides)
-    print(preview(settings, task, ranks))  # noqa: T201
+    described = (ranks_per_host, memory, bandwidth_host, bandwidth, latency, profile, save_profile, write)
+    if not settings.grid.auto and not any(described):
+        print(preview(settings, task, ranks, picture))  # noqa: T201
+        return
+    from hpc_train.planning.cluster import Cluster
+    from hpc_train.training.foresee import foresee
+
+    cluster = Cluster.read(ranks, ranks_per_host, memory, bandwidth_host, bandwidth, latency)
+    print(foresee(settings, task, cluster, profile, save_profile, write, picture))  # noqa: T201
 
 
 @app.command()

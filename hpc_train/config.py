@@ -5,7 +5,7 @@ settings = load("examples/bytelm.toml", ["grid.stages=1", "optimizer.learning_ra
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -66,10 +66,19 @@ class Section(BaseModel):
 
 
 class GridSettings(Section):
-    """How the ranks are laid out; replicas = ranks / stages."""
+    """How the ranks are laid out; replicas = ranks / stages.
+
+    `grid = "auto"` instead of a section leaves to a measurement at the start whatever of grid, micro-batch
+    and pipeline the settings do not give.
+    """
 
     stages: PositiveInt = 1
     fastest: Literal["stage", "replica"] = "stage"
+    auto: bool = False
+
+
+def _read_grid(value: Any) -> Any:
+    return {"auto": True} if value == "auto" else value
 
 
 class BatchSettings(Section):
@@ -154,7 +163,7 @@ class Settings(Section):
     name: str = ""
     seed: NonNegativeInt = 0
     task_options: dict[str, Any] = Field(default_factory=dict)
-    grid: GridSettings = GridSettings()
+    grid: Annotated[GridSettings, BeforeValidator(_read_grid)] = GridSettings()
     batch: BatchSettings = BatchSettings()
     train: TrainSettings = TrainSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -193,6 +202,21 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
         raise UserError(f"{path}: {_explain(error)}") from None
     _check_together(settings)
     return settings
+
+
+def changed(settings: Settings, values: Mapping[str, Any]) -> Settings:
+    """The settings with other values, by `section.key`; all others count as not given where they were not.
+
+    Raises:
+        UserError: they do not fit together.
+    """
+    raw = settings.model_dump(exclude_unset=True)
+    for name, value in values.items():
+        section, _, key = name.partition(".")
+        raw.setdefault(section, {})[key] = value
+    result = Settings.model_validate(raw)
+    _check_together(result)
+    return result
 
 
 def _check_together(settings: Settings) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,20 @@ from hpc_train.gradients.streams import SideStream
 DEFAULT_BUCKET_BYTES = 4 * 2**20
 
 
+class Count(NamedTuple):
+    """How many gradients a parameter gets: in each pass, and beside the passes in each step."""
+
+    a_pass: int = 1
+    a_step: int = 0
+
+    def of(self, passes: int) -> int:
+        """In a step."""
+        return self.a_pass * passes + self.a_step
+
+
+_ONE = Count()
+
+
 class Reducer:
     """Gradient sums of these parameters.  Making one is collective: all replicas do it together.
 
@@ -38,8 +53,8 @@ class Reducer:
         collective: the replicas; None where gradients stay this replica's own, and nothing is summed.
         method: how a bucket is summed.
         overlap: sum during backward; else, or where the collective allows no thread, in `finish`.
-        further: gradients that a parameter gets beside those of passes, by name: where tied weights on other
-            stages send theirs.
+        counts: how many gradients a parameter gets, by name, where it is not one a pass: a tied weight has
+            several, and some from other stages.
         average: divide each sum by the number of replicas.
 
     `exposed_s`: time that `finish` held up the last step.  `summed_s`: time that its sums took.
@@ -54,7 +69,7 @@ class Reducer:
         method: Method = Whole(),  # noqa: B008  (frozen)
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         overlap: bool = True,
-        further: Mapping[str, int] | None = None,
+        counts: Mapping[str, Count] | None = None,
         average: bool = False,
     ) -> None:
         self.parameters = [parameter for _, parameter in trained(named_parameters)]
@@ -74,7 +89,7 @@ class Reducer:
             self._replica = collective.rank
             self._divisor = collective.size if average else 1
 
-        self._further = further or {}
+        self._counts = counts or {}
         self._passes = 0
         self._waiting_for: list[int] = []  # by bucket: parameters that lack gradients
         self._handed_over: list[bool] = []
@@ -254,7 +269,7 @@ class Reducer:
             if self._handed_over[bucket.index]:
                 return  # a late one: it stays apart, in a p.grad of its own
             slot.keep()
-            if slot.fired == self._passes + self._further.get(slot.name, 0):
+            if slot.fired == self._counts.get(slot.name, _ONE).of(self._passes):
                 self._waiting_for[bucket.index] -= 1
                 if self._waiting_for[bucket.index] == 0 and self._thread is not None:
                     self._hand_over(bucket)

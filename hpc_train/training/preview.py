@@ -1,5 +1,7 @@
 """`hpc-train plan`: what a run will look like, without MPI: grid, stages and schedule as text."""
 
+from pathlib import Path
+
 from hpc_train.config import Settings
 from hpc_train.data.sampler import cut
 from hpc_train.grid import Grid
@@ -12,8 +14,10 @@ from hpc_train.training.layout import find_schedule, layer_costs, make_grid, spl
 _LEFT_OUT = "..."
 
 
-def preview(settings: Settings, task: Task, num_ranks: int) -> str:
+def preview(settings: Settings, task: Task, num_ranks: int, picture: Path | None = None) -> str:
     """Grid, layers of each stage with their parameters and cost, and the schedule over time.
+
+    `picture`: where to draw the schedule, too.
 
     Raises:
         UserError: the settings do not fit `num_ranks` ranks.
@@ -36,6 +40,12 @@ def preview(settings: Settings, task: Task, num_ranks: int) -> str:
         f"samples, of the {share} that replica 0 takes of {settings.batch.size}; bubble {result.bubble:.0%}, "
         f"live micro-batches by stage {', '.join(map(str, result.peak_live))}"
     )
+    if picture:
+        from hpc_train.pipeline.chart import save_chart
+
+        save_chart(
+            picture, result, f"{settings.pipeline.schedule}, 1 = a micro-batch's forward through all layers"
+        )
     return "\n\n".join(
         [draw_grid(grid), _draw_stages(settings, task, split, chunk_costs), f"{title}\n{draw(order)}"]
     )

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpc_train.checkpoint import snapshot
 from hpc_train.checkpoint.names import split_optimizer_name
 from hpc_train.comm.interface import Collective, PeerLink, Wire, World
 from hpc_train.config import GradientSettings, Settings
 from hpc_train.gradients.parameter_average import ParameterAverage
-from hpc_train.gradients.reducer import Reducer
+from hpc_train.gradients.reducer import Count, Reducer
 from hpc_train.launch.binding import choose_threads
 from hpc_train.pipeline.layers import build_layer, layer_name, tie_within
 from hpc_train.pipeline.runtime import Pipeline
@@ -132,8 +132,14 @@ class Worker:
             self.method,
             self._settings.gradients.bucket_bytes,
             self._settings.gradients.overlap,
-            {name: more for name, p in self.parameters.items() if (more := self.ties.contributions(p))},
+            {name: self._count(p) for name, p in self.parameters.items()},
         )
+
+    def _count(self, parameter: nn.Parameter) -> Count:
+        """How many gradients it gets: from each chunk that holds it, and from tied copies elsewhere."""
+        chunks = self.stage.chunks.values()
+        holders = sum(any(p is parameter for p in chunk.parameters) for chunk in chunks)
+        return Count(max(1, holders), self.ties.contributions(parameter))
 
     def sum_by(self, gradients: GradientSettings) -> None:
         """From the next step on, sum gradients as these settings say.  All ranks together, between steps.

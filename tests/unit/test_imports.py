@@ -1,6 +1,6 @@
 """The rules of the house, read from the source: who may import whom, and what a file looks like.
 
-cli -> training -> gradients, pipeline, coordinator, data, checkpoint, observe
+cli -> training -> gradients, pipeline, planning, coordinator, data, checkpoint, observe
     -> comm.interface -> grid, config, errors, stopwatch
 """
 
@@ -51,7 +51,7 @@ ROOMS = {
     "bench": (*FLOOR, "launch", "comm.library_sum"),
     "training": (
         *FLOOR,
-        *("gradients", "pipeline", "coordinator", "data", "checkpoint", "observe", "tasks"),
+        *("gradients", "pipeline", "planning", "coordinator", "data", "checkpoint", "observe", "tasks"),
         *("launch.binding", "launch.signals"),
     ),
     "cli": ("",),

@@ -1,0 +1,122 @@
+"""What the settings leave to a measurement at the start: the grid, the schedule, recomputation.
+
+grid = "auto"              every setting of grid, micro-batch and pipeline that is not given is chosen
+pipeline.recompute=auto    activations are computed again only where they do not fit into memory
+"""
+
+import json
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hpc_train.comm.interface import Wire, World
+from hpc_train.config import Settings, changed
+from hpc_train.launch.binding import choose_device, choose_threads
+from hpc_train.planning.choice import settings_of
+from hpc_train.planning.options import Options
+from hpc_train.planning.planner import Planned, plan
+from hpc_train.planning.profile import Line, Profile
+from hpc_train.planning.table import table
+from hpc_train.tasks.task import Task
+from hpc_train.training.network import measure_cluster
+from hpc_train.training.profiling import measure
+
+
+def is_open(settings: Settings) -> bool:
+    """Whether something is left to choose."""
+    return settings.grid.auto or settings.pipeline.recompute == "auto"
+
+
+def options_of(settings: Settings) -> Options:
+    """What the planner may choose: all that the settings do not give."""
+    grid, batch, pipeline, gradients = settings.grid, settings.batch, settings.pipeline, settings.gradients
+    free = grid.auto
+
+    def given(section: Any, name: str) -> bool:
+        return not free or name in section.model_fields_set
+
+    recompute = pipeline.recompute
+    default = Options()
+    return Options(
+        schedules=(pipeline.schedule,) if given(pipeline, "schedule") else default.schedules,
+        chunks=(pipeline.chunks,) if pipeline.chunks else default.chunks,
+        stages=() if free else (grid.stages,),
+        fastest=(grid.fastest,) if given(grid, "fastest") else default.fastest,
+        micro_batches=(batch.micro_batch,) if given(batch, "micro_batch") else (),
+        recompute=(recompute,) if recompute != "auto" and given(pipeline, "recompute") else ("none", "all"),
+        wires=(Wire(gradients.wire),),
+        pipeline_wires=(Wire(pipeline.wire),),
+        sharded=settings.optimizer.sharded,
+        error_feedback=gradients.error_feedback,
+        bucket_bytes=gradients.bucket_bytes,
+        overlap=gradients.overlap,
+    )
+
+
+def resolve(settings: Settings, task: Task, world: World, note: Callable[[str], None]) -> Settings:
+    """The settings with everything chosen; measured and decided by all ranks together.
+
+    Args:
+        settings: as the user has given them.
+        task: its model is measured.
+        world: all ranks.
+        note: told on rank 0 what was measured and chosen.
+
+    Raises:
+        UserError: nothing that may be chosen fits.
+    """
+    if not is_open(settings):
+        return settings
+    torch.set_num_threads(choose_threads(world, settings.train.threads))
+    device = choose_device(settings.train.device, world.local_rank)
+    if world.rank == 0:
+        note("measuring layers and network to choose what the settings leave open")
+    profile, speed = _common(measure(settings, task, device), world)
+    cluster = measure_cluster(world, device, speed)
+    planned = plan(profile, cluster, settings.batch.size, options_of(settings))  # alike on all ranks
+    if world.rank == 0:
+        for line in table(planned).splitlines():
+            note(line)
+    return chosen(settings, planned)
+
+
+def chosen(settings: Settings, planned: Planned) -> Settings:
+    """The settings with those of the best candidate."""
+    values = settings_of(planned.best[0])
+    if not settings.grid.auto:
+        values = {"pipeline.recompute": values["pipeline.recompute"]}
+    return changed(settings, {**values, "grid.auto": False})
+
+
+def _common(mine: Profile, world: World) -> tuple[Profile, float]:
+    """The median of all ranks' profiles, and how fast this rank is against it."""
+    profiles = [
+        Profile.model_validate_json(data) for data in world.control.all_gather(mine.to_json().encode())
+    ]
+
+    def median(layers: list[Any], name: str) -> Line:
+        lines = [getattr(layer, name) for layer in layers]
+        return Line(
+            fixed_s=statistics.median(line.fixed_s for line in lines),
+            sample_s=statistics.median(line.sample_s for line in lines),
+        )
+
+    layers = tuple(
+        own.model_copy(update={name: median(list(same), name) for name in ("forward", "input", "weight")})
+        for own, *same in zip(mine.layers, *(profile.layers for profile in profiles), strict=True)
+    )
+    common = mine.model_copy(update={"layers": layers})
+    return common, _total_s(common) / max(_total_s(mine), 1e-12)
+
+
+def _total_s(profile: Profile) -> float:
+    """Of one sample through all layers and back."""
+    lines = [line for layer in profile.layers for line in (layer.forward, layer.input, layer.weight)]
+    return sum(line.seconds(1) for line in lines)
+
+
+def overrides_of(planned: Planned) -> str:
+    """The settings of the best candidate as overrides, for the command line or a file."""
+    return "\n".join(f"{name} = {json.dumps(value)}" for name, value in settings_of(planned.best[0]).items())

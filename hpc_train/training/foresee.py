@@ -1,0 +1,92 @@
+"""`hpc-train plan` for a cluster that need not be there: the best grids, schedules and settings, foreseen."""
+
+import socket
+from pathlib import Path
+
+import torch
+
+from hpc_train.config import Settings
+from hpc_train.errors import UserError
+from hpc_train.pipeline.drawing import draw
+from hpc_train.pipeline.simulate import Simulation, simulate
+from hpc_train.planning.choice import Candidate
+from hpc_train.planning.cluster import Cluster
+from hpc_train.planning.forecast import Forecast
+from hpc_train.planning.options import Options
+from hpc_train.planning.planner import plan
+from hpc_train.planning.profile import Profile, read_profile
+from hpc_train.planning.table import table
+from hpc_train.tasks.task import Task
+from hpc_train.training.autoplan import chosen, options_of
+from hpc_train.training.guard import say
+from hpc_train.training.profiling import measure
+
+
+def foresee(
+    settings: Settings,
+    task: Task,
+    cluster: Cluster,
+    profile: Path | None = None,
+    save_profile: Path | None = None,
+    write: Path | None = None,
+    picture: Path | None = None,
+) -> str:
+    """The best plans as a table, why others lose, and the best one's schedule.
+
+    Args:
+        settings: what they give is kept, unless it is the grid, which is searched anyway.
+        task: its layers are measured on this machine, unless there is a profile.
+        cluster: what to plan for.
+        profile: a file that an earlier call has saved, from the cluster itself for instance.
+        save_profile: where to keep what is measured now.
+        write: where to write the settings with the best plan.
+        picture: where to draw its schedule.
+
+    Raises:
+        UserError: nothing fits, or a file cannot be read or written.
+    """
+    layers = read_profile(profile) if profile else _measured(settings, task)
+    if save_profile:
+        _write(save_profile, layers.to_json())
+    free = settings.model_copy(update={"grid": settings.grid.model_copy(update={"auto": True})})
+    options = options_of(free)
+    planned = plan(layers, cluster, settings.batch.size, options)
+    best = planned.best[0]
+    simulation = play(best, layers, cluster, settings.batch.size, options)
+    parts = [f"profile: {layers.source}", table(planned), draw(simulation.order)]
+    if write:
+        _write(write, chosen(free, planned).to_toml())
+        parts.append(f"settings with the best plan: {write}")
+    if picture:
+        from hpc_train.pipeline.chart import save_chart
+
+        save_chart(picture, simulation, f"{best.replicas} x {best.stages}, {best.schedule}")
+        parts.append(f"drawn: {picture}")
+    return "\n\n".join(parts)
+
+
+def play(
+    candidate: Candidate, profile: Profile, cluster: Cluster, batch_size: int, options: Options
+) -> Simulation:
+    """A candidate's step, action by action."""
+    times = Forecast(profile, cluster, batch_size, options).draft(candidate).times
+    order = candidate.rule.order(candidate.stages, candidate.micro_batches(batch_size))
+    return simulate(
+        order, times.forward_s, times.input_s, times.weight_s, times.latency_s, line_s=times.line_s
+    )
+
+
+def _measured(settings: Settings, task: Task) -> Profile:
+    device = torch.device(
+        "cpu" if settings.train.device == "cpu" or not torch.cuda.is_available() else "cuda"
+    )
+    torch.set_num_threads(settings.train.threads or 1)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "1 core"
+    return measure(settings, task, device, f"measured on {socket.gethostname()}, {name}", say)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,239 @@
+"""Measures what each layer of a task costs, one layer after the other, on this rank's device.
+
+A layer runs as it does in a pipeline: its input enters a graph of its own, and its backward is made in
+two halves. Only one layer is built at a time, so that a model too large for one rank can be measured.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.data import default_collate
+
+from hpc_train.config import OptimizerSettings, Settings
+from hpc_train.data.loader import to_device
+from hpc_train.pipeline.boundary import enter, leave
+from hpc_train.pipeline.later import Later
+from hpc_train.pipeline.layers import LayerSpec, apply_layer, build_layer, find_ties
+from hpc_train.pipeline.values import put_together, take_apart, tensors_of
+from hpc_train.planning.profile import LayerProfile, Line, Profile
+from hpc_train.tasks.task import Task
+from hpc_train.training.optimizer import make_optimizer
+
+_REPEATS = 3  # after one to warm up; the median counts
+_LONG_S = 1.0  # a layer that takes so long is measured once
+_OPTIMIZER_NUMBERS = 2**20
+
+
+@dataclass
+class _Measured:
+    """A layer with one number of samples."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    kept_bytes: int
+    output: Any
+
+
+@dataclass
+class _Flow:
+    """A micro-batch on its way through the layers."""
+
+    samples: int
+    value: Any
+    target: Any
+    known: set[int] = field(default_factory=set)  # memory that the layer before keeps already
+
+
+def measure(
+    settings: Settings,
+    task: Task,
+    device: torch.device,
+    source: str = "",
+    progress: Callable[[str], None] = lambda line: None,
+) -> Profile:
+    """The profile of a task's model, with micro-batches of the settings' size and of a quarter of it.
+
+    Args:
+        settings: their `batch.micro_batch` and `optimizer` count.
+        task: its first training samples are what the layers are run with.
+        device: where.
+        source: for people: what is measured on.
+        progress: told a line before each layer.
+
+    A layer whose `build` is the same as an earlier one's, with an input of the same form, is not measured
+    again.
+    """
+    specs = task.layers()
+    size = settings.batch.micro_batch
+    flows = [_first(task, samples, device) for samples in (max(size, 2), max(1, size // 4))]
+    known: dict[Any, tuple[LayerProfile, list[_Measured]]] = {}
+    layers = []
+    for index, spec in enumerate(specs):
+        last = index == len(specs) - 1
+        key = (spec.build, last, tuple(_form(flow.value) for flow in flows))
+        if key not in known:
+            progress(f"measuring layer {index + 1} of {len(specs)}")
+            known[key] = _measure_layer(
+                spec, index, settings.seed, flows, task.loss if last else None, device
+            )
+        profile, measured = known[key]
+        layers.append(profile.model_copy(update={"title": spec.title or f"layer {index}"}))
+        for flow, one in zip(flows, measured, strict=True):
+            flow.value = one.output
+    per_byte, seconds = _measure_optimizer(settings.optimizer, device)
+    return Profile(
+        layers=tuple(_with_ties(layers, specs)),
+        optimizer_bytes_a_byte=per_byte,
+        optimizer_s_a_byte=seconds,
+        source=source,
+    )
+
+
+def _first(task: Task, samples: int, device: torch.device) -> _Flow:
+    """The first samples of the task, repeated where there are too few."""
+    dataset = task.dataset("train")
+    inputs, target = default_collate([dataset[i % len(dataset)] for i in range(samples)])
+    return _Flow(samples, to_device(inputs, device), to_device(target, device))
+
+
+def _form(value: Any) -> Any:
+    structure, tensors = take_apart(value)
+    return structure, tuple((tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors)
+
+
+def _measure_layer(
+    spec: LayerSpec, index: int, seed: int, flows: Sequence[_Flow], loss: Any, device: torch.device
+) -> tuple[LayerProfile, list[_Measured]]:
+    layer = build_layer(spec, index, seed).to(device)
+    many, few = (_measure_flow(layer, flow, loss, device) for flow in flows)
+    sizes = [flow.samples for flow in flows]
+
+    def line(of: Callable[[_Measured], float]) -> Line:
+        return Line.through((sizes[1], of(few)), (sizes[0], of(many)))
+
+    parameters = list(layer.parameters())
+    profile = LayerProfile(
+        forward=line(lambda one: one.forward_s),
+        input=line(lambda one: one.input_s),
+        weight=line(lambda one: one.weight_s),
+        activation_bytes=many.kept_bytes / sizes[0],
+        output_bytes=0 if loss else sum(map(_num_bytes, tensors_of(many.output))) / sizes[0],
+        parameter_bytes=sum(map(_num_bytes, parameters)),
+        frozen_bytes=sum(_num_bytes(p) for p in parameters if not p.requires_grad),
+    )
+    return profile, [many, few]
+
+
+def _measure_flow(layer: nn.Module, flow: _Flow, loss: Any, device: torch.device) -> _Measured:
+    structure, tensors = take_apart(flow.value)
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    times: list[tuple[float, float, float]] = []
+    while len(times) < 1 + _REPEATS:
+        kept: dict[int, int] = {}
+        entered, doors = enter([t.detach() for t in tensors], [t.requires_grad for t in tensors])
+        later = Later()
+        marks = [_now(device)]
+        with later, saved_tensors_hooks(partial(_note, kept), lambda tensor: tensor):
+            output = apply_layer(layer, put_together(structure, entered))
+            roots = _roots(output, flow.target, loss)
+        marks.append(_now(device))
+        if roots:
+            gates = [door.gate for door in doors if door.gate is not None]
+            later.backward_inputs(roots, gates, parameters)
+            marks.append(_now(device))
+            later.backward_weights()
+            marks.append(_now(device))
+        times.append(_spans(marks))
+        layer.zero_grad(set_to_none=True)
+        if sum(times[-1]) > _LONG_S:
+            break
+    forward_s, input_s, weight_s = (
+        statistics.median(column) for column in zip(*times[-_REPEATS:], strict=True)
+    )
+    counted = sum(size for memory, size in kept.items() if memory not in own and memory not in flow.known)
+    result = output if loss is None else None
+    flow.known = set(kept) & {t.untyped_storage().data_ptr() for t in tensors_of(result)}
+    return _Measured(forward_s, input_s, weight_s, counted, _detached(result))
+
+
+def _roots(output: Any, target: Any, loss: Any) -> list[Tensor]:
+    """Where backward begins, with gradients for the output as another stage would send them."""
+    if loss is not None:
+        figures = loss(output, target)
+        losses = figures[0] if isinstance(figures, tuple) else figures
+        return [losses.sum()] if losses.requires_grad else []
+    roots = []
+    for tensor in tensors_of(output):
+        if tensor.requires_grad:
+            root, door = leave(tensor)
+            door.gradient = torch.ones_like(tensor, memory_format=torch.contiguous_format)
+            roots.append(root)
+    return roots
+
+
+def _detached(value: Any) -> Any:
+    """A value that belongs to no graph, whose tensors still say whether they need a gradient."""
+    structure, tensors = take_apart(value)
+    return put_together(structure, [t.detach().requires_grad_(t.requires_grad) for t in tensors])
+
+
+def _note(kept: dict[int, int], tensor: Tensor) -> Tensor:
+    storage = tensor.untyped_storage()
+    kept[storage.data_ptr()] = storage.nbytes()
+    return tensor
+
+
+def _spans(marks: Sequence[float]) -> tuple[float, float, float]:
+    spans = [after - before for before, after in pairwise(marks)]
+    forward_s, input_s, weight_s = (*spans, 0.0, 0.0)[:3]
+    return forward_s, input_s, weight_s
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _measure_optimizer(settings: OptimizerSettings, device: torch.device) -> tuple[float, float]:
+    """Bytes of state, and seconds of an update, for each byte of a trained parameter."""
+    parameter = nn.Parameter(torch.zeros(_OPTIMIZER_NUMBERS // 1024, 1024, device=device))
+    optimizer = make_optimizer(settings, [parameter])
+    assert optimizer is not None
+    spans = []
+    for _ in range(1 + _REPEATS):
+        parameter.grad = torch.ones_like(parameter)
+        began = _now(device)
+        optimizer.step()
+        spans.append(_now(device) - began)
+    state = optimizer.state[parameter].values()
+    num_bytes = _num_bytes(parameter)
+    held = sum(_num_bytes(value) for value in state if isinstance(value, Tensor) and value.dim())
+    return held / num_bytes, statistics.median(spans[1:]) / num_bytes
+
+
+def _with_ties(layers: Sequence[LayerProfile], specs: Sequence[LayerSpec]) -> list[LayerProfile]:
+    ties: list[dict[str, int]] = [{} for _ in layers]
+    for tie in find_ties(specs):
+        built = build_layer(specs[tie[0].layer], tie[0].layer, 0)
+        size = _num_bytes(built.get_parameter(tie[0].name))
+        for tied in tie:
+            ties[tied.layer][str(tie[0])] = size
+    return [
+        layer.model_copy(update={"tied": tied}) if tied else layer
+        for layer, tied in zip(layers, ties, strict=True)
+    ]
