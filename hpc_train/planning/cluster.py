@@ -77,10 +77,6 @@ class Cluster:
         """How many there are."""
         return -(-self.ranks // self.ranks_per_host)
 
-    def host_of(self, rank: int) -> int:
-        """The host that a rank is on."""
-        return rank // self.ranks_per_host
-
     def speed_of(self, host: int) -> float:
         """Against the one that the profile was measured on."""
         return self.speeds[host] if self.speeds else 1.0

@@ -19,7 +19,7 @@ from hpc_train.planning.overlap import Sums, sums_of
 from hpc_train.planning.placement import Placement
 from hpc_train.planning.profile import Profile
 from hpc_train.planning.sums import WIRE_SHARE
-from hpc_train.planning.timeline import ChunkTimes, Pipe, live, play
+from hpc_train.planning.timeline import ChunkTimes, Pipe, live, order_of, play
 
 Split = tuple[range, ...]
 StageOf = tuple[int, ...]
@@ -102,6 +102,8 @@ class Forecast:
         self.simulated = 0
         self.actions = 0
         self._ties = ties_of(profile)
+        for cached in (order_of, live):
+            cached.cache_clear()  # a schedule's file may have changed since the last one
         # Choices have much in common, and each of these is asked for often.
         self._layer_times = cache(self._sum_up_layers)
         self._memory = cache(self._make_memory)

@@ -32,7 +32,7 @@ ROOMS = {
     "gradients": FLOOR,
     # the entry of those who bring their own loop
     "gradients.session": (*FLOOR, "comm.connect", "launch.horovod_settings"),
-    "pipeline": FLOOR,
+    "pipeline": (*FLOOR, "comm.wire"),  # number formats, nothing that communicates
     "planning": (  # of pipeline what is PURE
         *FLOOR,
         *(

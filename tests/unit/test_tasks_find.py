@@ -86,7 +86,7 @@ def test_a_class_in_a_package_of_the_current_directory(file):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("bitelm", {}, "task='bitelm' is unknown: built in are bytelm, digits, regression; your own"),
+        ("bitelm", {}, "task='bitelm' is unknown: built in are bytelm, digits, regression, translate;"),
         ("bytelm", {"hiden": 3}, "unknown option task_options.hiden: known are blocks, context"),
         ("bytelm", {"hidden": "wide"}, "task_options.hidden='wide': input should be a valid integer"),
         ("bytelm", {"context": 0}, "task_options.context=0: input should be greater than 0"),
