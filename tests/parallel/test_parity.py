@@ -128,7 +128,7 @@ def test_clipping_is_by_the_norm_of_all_stages(mpirun):
 
 def test_a_split_by_hand_small_buckets_and_sums_after_backward(mpirun):
     cases = [
-        case("bytelm", "grid.stages=2", "pipeline.split=[1, 5]", "gradients.bucket_bytes=4KiB"),
+        case("bytelm", "grid.stages=2", "pipeline.split=[1, 7]", "gradients.bucket_bytes=4KiB"),
         case("bytelm", "grid.stages=2", "gradients.overlap=false"),
     ]
     check(mpirun, 4, cases)
