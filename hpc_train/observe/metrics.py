@@ -73,6 +73,13 @@ class RunDirectory:
         if told:
             raise UserError(told.decode())
 
+    def add_fact(self, name: str, value: Any) -> None:
+        """Keep what was found out during the run in environment.json, too."""
+        if self._metrics is not None:
+            path = self.path / "environment.json"
+            known = json.loads(path.read_text(encoding="utf-8"))
+            _replace(path, json.dumps({**known, name: value}, indent=2) + "\n")
+
     def record(self, line: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl; numbers that are not finite become null, which JSON knows."""
         if self._metrics is not None:
@@ -107,10 +114,15 @@ class RunDirectory:
         (self.path / "environment.json").write_text(text, encoding="utf-8")
         metrics = self.path / "metrics.jsonl"
         kept = _lines_up_to(metrics, resumed_at)
-        renewed = metrics.with_suffix(".new")
-        renewed.write_text("".join(kept), encoding="utf-8")
-        os.replace(renewed, metrics)
+        _replace(metrics, "".join(kept))
         self._metrics = metrics.open("a", encoding="utf-8")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file anew; killed at any moment, it is the old or the new one."""
+    renewed = path.with_suffix(".new")
+    renewed.write_text(text, encoding="utf-8")
+    os.replace(renewed, path)
 
 
 def _versions() -> dict[str, str]:

@@ -111,7 +111,7 @@ class Trainer:
         self.tuning: Tuning | None = None
         if settings.gradients.tune and self.replicas > 1:
             first = self.done + 1
-            self.tuning = Tuning(settings.gradients, first, self.worker.sum_by, self.progress.note)
+            self.tuning = Tuning(settings.gradients, first, self.worker.sum_by, self._tuned)
         self.coordinator = Coordinator(self.control, self._first_plan(), self._policies())
         about = self.worker.about_sums()
         self.run.start(settings, world, resumed_at=self.done, gradient_sums=about)
@@ -121,6 +121,10 @@ class Trainer:
 
     def _first_plan(self) -> Plan:
         return Plan(step=self.done + 1, batch_size=self.settings.batch.size, shares=(0,) * self.replicas)
+
+    def _tuned(self, line: str) -> None:
+        self.progress.note(line)
+        self.run.add_fact("gradients_tuned", line)
 
     def _policies(self) -> list[Any]:
         policies: list[Any] = [

@@ -1,5 +1,7 @@
 """`gradients.tune` on several ranks: ways are tried, one is kept, the model is that of any other run."""
 
+import json
+
 from test_train import metrics, train
 
 TRIED = ["train.steps=45", "checkpoint.every=0", "gradients.overlap=true"]
@@ -15,6 +17,8 @@ def test_ways_are_tried_and_the_result_is_told_once(mpirun, tmp_path):
     told = [line for line in done.stdout.splitlines() if line.startswith("gradients tuned:")]
     assert len(told) == 1
     assert told[0].count(" ms") == 8  # 4 bucket sizes, 2 wires
+    environment = json.loads((tmp_path / "tuned" / "environment.json").read_text())
+    assert environment["gradients_tuned"] == told[0]
     losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("plain", "tuned")]
     for one, other in zip(*losses, strict=True):
         assert abs(one - other) <= 0.01 * abs(one) + 1e-3
