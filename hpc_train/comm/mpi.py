@@ -16,8 +16,10 @@ from torch import Tensor
 from hpc_train.comm.crowding import crowded
 from hpc_train.comm.interface import ControlPlane
 from hpc_train.comm.mpi_collective import MpiCollective
-from hpc_train.comm.mpi_memory import chunks, gpu_aware, reachable
+from hpc_train.comm.mpi_host import find_hosts
+from hpc_train.comm.mpi_memory import CHUNK_BYTES, EAGER_BYTES, chunks, gpu_aware, reachable
 from hpc_train.comm.mpi_waits import Waits
+from hpc_train.comm.routes import Hosts
 from hpc_train.grid import Grid
 
 T = TypeVar("T")
@@ -54,7 +56,7 @@ class MpiWorld:
         place = grid.place(self.rank)
         comm = self._split(place.replica, place.stage)
         self._links.append(comm)
-        return MpiPeerLink(comm, self._waits)
+        return MpiPeerLink(comm, self._waits, find_hosts(comm, self._waits))
 
     def collective(self, grid: Grid, device: torch.device) -> MpiCollective:
         """See interface.World."""
@@ -113,11 +115,18 @@ class MpiWork:
 
 
 class MpiPeerLink:
-    """See interface.PeerLink; ranks of its communicator are stages."""
+    """See interface.PeerLink; ranks of its communicator are stages.
 
-    def __init__(self, comm: MPI.Comm, waits: Waits) -> None:
+    MPI sends a short message at once, and the network carries it while both sides compute.  For a long one
+    it waits until both have called it again; so what goes to another host is cut.
+    """
+
+    def __init__(self, comm: MPI.Comm, waits: Waits, hosts: Hosts) -> None:
         self.comm = comm
         self.waits = waits
+        here = hosts.of[comm.rank]
+        whole = gpu_aware()  # device memory is not sent at once, however short
+        self._piece_bytes = [CHUNK_BYTES if whole or host == here else EAGER_BYTES for host in hosts.of]
 
     def isend(self, tensor: Tensor, stage: int, tag: int) -> MpiWork:
         """See interface.PeerLink."""
@@ -137,7 +146,7 @@ class MpiPeerLink:
     ) -> list[MPI.Request]:
         return [
             self.waits.post(call, [part, MPI.BYTE], stage, tag, comm=self.comm, doing=doing)
-            for part in chunks(memory)
+            for part in chunks(memory, self._piece_bytes[stage])
         ]
 
 

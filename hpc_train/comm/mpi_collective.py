@@ -16,7 +16,7 @@ from hpc_train.comm.choice import Choices, Sum, choose, describe, measure
 from hpc_train.comm.host_memory import PrivateMemory
 from hpc_train.comm.interface import Wire
 from hpc_train.comm.mpi_host import MpiHost
-from hpc_train.comm.mpi_memory import as_buffer, chunks, gpu_aware, staged
+from hpc_train.comm.mpi_memory import EAGER_BYTES, as_buffer, chunks, gpu_aware, staged
 from hpc_train.comm.mpi_transport import MpiTransport
 from hpc_train.comm.mpi_waits import Waits
 from hpc_train.comm.routed_collective import RoutedCollective
@@ -27,7 +27,6 @@ _FLOAT_BYTES = 4
 _SUM = "a sum of gradients"
 _FEW_VALUES = 2048  # a message's latency is all that they cost
 _MEASURED_VALUES = 2**18  # longer sums go at the same speed
-EAGER_BYTES = 60 * 2**10  # MPI over TCP sends up to 64 KiB at once, and negotiates about more
 EAGER_SEGMENTS = 8  # with fewer, too little is added up while messages are under way
 LONG_BYTES = 2**20
 

@@ -30,11 +30,7 @@ class MpiHost:
     def __init__(self, comm: MPI.Comm, waits: Waits) -> None:
         self._waits = waits
         self._comm = _neighbours(comm, waits)
-        first = np.array([comm.rank], dtype=np.int64)
-        self._run("Allreduce", MPI.IN_PLACE, first, MPI.MIN)
-        marks = np.zeros(comm.size, dtype=np.int64)
-        waits.run(comm, "Allgather", first, marks, doing=_MAKING)
-        self.hosts = Hosts(tuple(marks.tolist()))
+        self.hosts = _hosts(comm, self._comm, waits)
         self.memory: SharedMemory | None = None
         if self.hosts.alone:
             return
@@ -66,6 +62,24 @@ class MpiHost:
 
     def _run(self, name: str, *args: Any) -> None:
         self._waits.run(self._comm, name, *args, doing=_DOING)
+
+
+def find_hosts(comm: MPI.Comm, waits: Waits) -> Hosts:
+    """All ranks of `comm` by host.  Collective on `comm`."""
+    here = _neighbours(comm, waits)
+    hosts = _hosts(comm, here, waits)
+    with waits.turn():
+        here.Free()
+    return hosts
+
+
+def _hosts(comm: MPI.Comm, here: MPI.Comm, waits: Waits) -> Hosts:
+    """From the ranks that are `here`: a host's mark is its first rank's number."""
+    first = np.array([comm.rank], dtype=np.int64)
+    waits.run(here, "Allreduce", MPI.IN_PLACE, first, MPI.MIN, doing=_MAKING)
+    marks = np.zeros(comm.size, dtype=np.int64)
+    waits.run(comm, "Allgather", first, marks, doing=_MAKING)
+    return Hosts(tuple(marks.tolist()))
 
 
 def _neighbours(comm: MPI.Comm, waits: Waits) -> MPI.Comm:

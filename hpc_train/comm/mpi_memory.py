@@ -8,6 +8,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+EAGER_BYTES = 60 * 2**10  # MPI over TCP sends up to 64 KiB at once, and negotiates about more
 CHUNK_BYTES = 2**30  # counts in MPI are 32-bit numbers: a longer message goes in pieces
 
 
@@ -44,7 +45,7 @@ def as_buffer(flat: Tensor) -> MPI.buffer:
     return MPI.buffer.fromaddress(flat.data_ptr(), flat.numel() * flat.element_size())
 
 
-def chunks(flat: Tensor) -> list[MPI.buffer]:
-    """The bytes of a contiguous tensor in pieces that MPI can count; at least one, maybe empty."""
+def chunks(flat: Tensor, most_bytes: int = CHUNK_BYTES) -> list[MPI.buffer]:
+    """The bytes of a contiguous tensor in pieces, as long as MPI can count; at least one, maybe empty."""
     whole = as_buffer(flat)
-    return [whole[start : start + CHUNK_BYTES] for start in range(0, max(1, whole.nbytes), CHUNK_BYTES)]
+    return [whole[start : start + most_bytes] for start in range(0, max(1, whole.nbytes), most_bytes)]
