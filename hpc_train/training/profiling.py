@@ -41,6 +41,7 @@ class _Measured:
     weight_s: float
     kept_bytes: int
     output: Any
+    known: set[int]  # memory of the output that the layer keeps
 
 
 @dataclass
@@ -60,7 +61,7 @@ def measure(
     source: str = "",
     progress: Callable[[str], None] = lambda line: None,
 ) -> Profile:
-    """The profile of a task's model, with micro-batches of the settings' size and of a quarter of it.
+    """The profile of a task's model, with micro-batches of the settings' size and of about a quarter of it.
 
     Args:
         settings: their `batch.micro_batch` and `optimizer` count.
@@ -69,17 +70,18 @@ def measure(
         source: for people: what is measured on.
         progress: told a line before each layer.
 
-    A layer whose `build` is the same as an earlier one's, with an input of the same form, is not measured
-    again.
+    A layer whose `build` is the same as an earlier one's, or a `partial` of the same, with an input of the
+    same form, is not measured again.
     """
     specs = task.layers()
     size = settings.batch.micro_batch
-    flows = [_first(task, samples, device) for samples in (max(size, 2), max(1, size // 4))]
+    few = max(min(size, 2), size // 4)  # BatchNorm refuses a single sample
+    flows = [_first(task, samples, device) for samples in (max(size, few + 1), few)]
     known: dict[Any, tuple[LayerProfile, list[_Measured]]] = {}
     layers = []
     for index, spec in enumerate(specs):
         last = index == len(specs) - 1
-        key = (spec.build, last, tuple(_form(flow.value) for flow in flows))
+        key = (_rule(spec.build), last, tuple(_form(flow) for flow in flows))
         if key not in known:
             progress(f"measuring layer {index + 1} of {len(specs)}")
             known[key] = _measure_layer(
@@ -88,7 +90,7 @@ def measure(
         profile, measured = known[key]
         layers.append(profile.model_copy(update={"title": spec.title or f"layer {index}"}))
         for flow, one in zip(flows, measured, strict=True):
-            flow.value = one.output
+            flow.value, flow.known = one.output, one.known
     per_byte, seconds = _measure_optimizer(settings.optimizer, device)
     return Profile(
         layers=tuple(_with_ties(layers, specs)),
@@ -105,9 +107,25 @@ def _first(task: Task, samples: int, device: torch.device) -> _Flow:
     return _Flow(samples, to_device(inputs, device), to_device(target, device))
 
 
-def _form(value: Any) -> Any:
-    structure, tensors = take_apart(value)
-    return structure, tuple((tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors)
+def _rule(build: Callable[[], nn.Module]) -> Any:
+    """What is equal for equal partials, which themselves are equal to nothing else."""
+    if not isinstance(build, partial):
+        return build
+    rule = build.func, build.args, tuple(build.keywords.items())
+    try:
+        hash(rule)
+    except TypeError:
+        return build
+    return rule
+
+
+def _form(flow: _Flow) -> Any:
+    """What a layer's cost depends on: also whether the layer before keeps its input already."""
+    structure, tensors = take_apart(flow.value)
+    return structure, tuple(
+        (t.dtype, tuple(t.shape), t.requires_grad, t.untyped_storage().data_ptr() in flow.known)
+        for t in tensors
+    )
 
 
 def _measure_layer(
@@ -162,8 +180,8 @@ def _measure_flow(layer: nn.Module, flow: _Flow, loss: Any, device: torch.device
     )
     counted = sum(size for memory, size in kept.items() if memory not in own and memory not in flow.known)
     result = output if loss is None else None
-    flow.known = set(kept) & {t.untyped_storage().data_ptr() for t in tensors_of(result)}
-    return _Measured(forward_s, input_s, weight_s, counted, _detached(result))
+    known = set(kept) & {t.untyped_storage().data_ptr() for t in tensors_of(result)}
+    return _Measured(forward_s, input_s, weight_s, counted, _detached(result), known)
 
 
 def _roots(output: Any, target: Any, loss: Any) -> list[Tensor]:
