@@ -39,7 +39,7 @@ def measure_cluster(world: World, device: torch.device, speed: float = 1.0) -> C
             seconds[name, size] = _ring(link, mine, world.rank, size) if mine else None
     told = json.dumps([seconds[key] for key in sorted(seconds)] + [_memory(world, device), speed])
     rows = [json.loads(data) for data in world.control.all_gather(told.encode())]
-    between_large, between_small, inside_large, inside_small, memory, _ = (
+    between_small, between_large, inside_small, inside_large, memory, _ = (
         [value for value in column if value is not None] for column in zip(*rows, strict=True)
     )
     sizes = Counter(hosts)

@@ -1,0 +1,109 @@
+"""What is measured of a job's hosts, on ranks that are threads and play to be on one host or several."""
+
+import math
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hpc_train.comm.loopback import run_ranks
+from hpc_train.training import network
+
+CPU = torch.device("cpu")
+
+
+def measured(hosts, speeds=None):
+    """The cluster, which is the same on all ranks; `speeds` by rank."""
+    speeds = speeds or [1.0] * len(hosts)
+    clusters = run_ranks(
+        len(hosts), lambda world: network.measure_cluster(world, CPU, speeds[world.rank]), hosts=hosts
+    )
+    assert all(cluster == clusters[0] for cluster in clusters)
+    assert clusters[0].ranks == len(hosts)
+    return clusters[0]
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """Lines of known latency and bandwidth in place of measured ones; returns who exchanged."""
+    exchanges = set()
+
+    def ring(link, group, rank, num_bytes):
+        inside = 1 in group or 3 in group  # in the tests below the leaders of hosts have even numbers
+        exchanges.add((num_bytes, *group))
+        latency_s, bandwidth = (1e-6, 8e9) if inside else (2e-5, 1e9)
+        return latency_s + (num_bytes / bandwidth if num_bytes > 1000 else 0.0)
+
+    monkeypatch.setattr(network, "_ring", ring)
+    return exchanges
+
+
+def test_several_ranks_of_one_host_have_no_line_between_hosts():
+    cluster = measured([0, 0, 0])
+    assert cluster.ranks_per_host == 3
+    assert 0 < cluster.bandwidth_host < math.inf
+    assert 0 < cluster.latency_host_s < 60
+    assert (cluster.bandwidth, cluster.latency_s) == (math.inf, 0.0)
+    assert cluster.speeds == ()
+
+
+def test_hosts_with_a_rank_each_have_no_line_inside():
+    cluster = measured([0, 1, 2])
+    assert (cluster.ranks_per_host, cluster.hosts) == (1, 3)
+    assert 0 < cluster.bandwidth < math.inf
+    assert 0 < cluster.latency_s < 60
+    assert (cluster.bandwidth_host, cluster.latency_host_s) == (math.inf, 0.0)
+
+
+def test_a_single_rank_has_no_line_at_all():
+    cluster = measured([0])
+    assert cluster.ranks_per_host == 1
+    assert (cluster.bandwidth, cluster.bandwidth_host) == (math.inf, math.inf)
+    assert (cluster.latency_s, cluster.latency_host_s) == (0.0, 0.0)
+
+
+def test_small_messages_tell_the_latency_and_large_ones_the_bandwidth(lines):
+    cluster = measured([0, 0, 1, 1])
+    assert (cluster.latency_host_s, cluster.latency_s) == (1e-6, 2e-5)
+    assert cluster.bandwidth_host == pytest.approx(8e9)
+    assert cluster.bandwidth == pytest.approx(1e9)
+
+
+def test_the_first_two_ranks_of_each_host_exchange_and_the_first_of_all_hosts(lines):
+    cluster = measured([0, 0, 1, 1, 1, 1])
+    assert {exchange[1:] for exchange in lines} == {(0, 1), (2, 3), (0, 2)}
+    assert {exchange[0] for exchange in lines} == {8, 2**22}
+    assert cluster.ranks_per_host == 4  # of the fullest
+
+
+def test_ranks_dealt_to_hosts_in_turn_are_found_where_they_are(lines):
+    assert measured([0, 1, 0, 1]).ranks_per_host == 2
+    assert {exchange[1:] for exchange in lines} == {(0, 2), (1, 3), (0, 1)}
+
+
+def test_a_large_message_that_seems_faster_than_a_small_one_still_gives_a_bandwidth(monkeypatch):
+    monkeypatch.setattr(network, "_ring", lambda link, group, rank, size: 1e-3 if size == 8 else 5e-4)
+    cluster = measured([0, 0])
+    assert 0 < cluster.bandwidth_host < math.inf
+
+
+def test_a_host_is_as_fast_as_the_median_of_its_ranks():
+    cluster = measured([0, 0, 0, 1, 1, 1], speeds=[1.0, 0.9, 5.0, 0.5, 0.4, 0.6])
+    assert cluster.speeds == (1.0, 0.5)
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 0, 1]])
+def test_speeds_are_left_out_for_one_host_and_for_hosts_of_different_sizes(hosts):
+    assert measured(hosts, speeds=[1.0, 2.0, 3.0]).speeds == ()
+
+
+def test_ranks_of_a_host_share_its_memory_and_the_one_with_least_counts(monkeypatch):
+    available = {"rank 0": 8e9, "rank 1": 8e9, "rank 2": 6e9}
+    monkeypatch.setattr(
+        network.psutil,
+        "virtual_memory",
+        lambda: SimpleNamespace(available=available[threading.current_thread().name]),
+    )
+    assert measured([0, 0, 1]).memory_bytes == 4e9
+    assert measured([0, 1, 2]).memory_bytes == 6e9
