@@ -6,7 +6,7 @@ pipeline.recompute=auto    activations are computed again only where they do not
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from hpc_train.launch.binding import choose_device, choose_threads
 from hpc_train.planning.choice import settings_of
 from hpc_train.planning.options import Options
 from hpc_train.planning.planner import Planned, plan
-from hpc_train.planning.profile import Line, Profile
+from hpc_train.planning.profile import LayerProfile, Line, Profile
 from hpc_train.planning.table import table
 from hpc_train.tasks.task import Task
+from hpc_train.training.layout import find_schedule, make_grid, split_layers
 from hpc_train.training.network import measure_cluster
 from hpc_train.training.profiling import measure
 
@@ -39,9 +40,10 @@ def options_of(settings: Settings) -> Options:
 
     recompute = pipeline.recompute
     default = Options()
+    chunks = pipeline.chunks if free else find_schedule(settings).chunks
     return Options(
         schedules=(pipeline.schedule,) if given(pipeline, "schedule") else default.schedules,
-        chunks=(pipeline.chunks,) if pipeline.chunks else default.chunks,
+        chunks=(chunks,) if chunks else default.chunks,
         stages=() if free else (grid.stages,),
         fastest=(grid.fastest,) if given(grid, "fastest") else default.fastest,
         micro_batches=(batch.micro_batch,) if given(batch, "micro_batch") else (),
@@ -65,10 +67,13 @@ def resolve(settings: Settings, task: Task, world: World, note: Callable[[str], 
         note: told on rank 0 what was measured and chosen.
 
     Raises:
-        UserError: nothing that may be chosen fits.
+        UserError: nothing that may be chosen fits, or a grid that is given cannot be.
     """
     if not is_open(settings):
         return settings
+    if not settings.grid.auto:
+        make_grid(settings, world.size)
+        split_layers(settings, task.layers())
     torch.set_num_threads(choose_threads(world, settings.train.threads))
     device = choose_device(settings.train.device, world.local_rank)
     if world.rank == 0:
@@ -91,12 +96,12 @@ def chosen(settings: Settings, planned: Planned) -> Settings:
 
 
 def _common(mine: Profile, world: World) -> tuple[Profile, float]:
-    """The median of all ranks' profiles, and how fast this rank is against it."""
+    """The median of all ranks' profiles, the same on all of them, and how fast this rank is against it."""
     profiles = [
         Profile.model_validate_json(data) for data in world.control.all_gather(mine.to_json().encode())
     ]
 
-    def median(layers: list[Any], name: str) -> Line:
+    def median(layers: Sequence[LayerProfile], name: str) -> Line:
         lines = [getattr(layer, name) for layer in layers]
         return Line(
             fixed_s=statistics.median(line.fixed_s for line in lines),
@@ -104,10 +109,11 @@ def _common(mine: Profile, world: World) -> tuple[Profile, float]:
         )
 
     layers = tuple(
-        own.model_copy(update={name: median(list(same), name) for name in ("forward", "input", "weight")})
-        for own, *same in zip(mine.layers, *(profile.layers for profile in profiles), strict=True)
+        same[0].model_copy(update={name: median(same, name) for name in ("forward", "input", "weight")})
+        for same in zip(*(profile.layers for profile in profiles), strict=True)
     )
-    common = mine.model_copy(update={"layers": layers})
+    update_s = statistics.median(profile.optimizer_s_a_byte for profile in profiles)
+    common = profiles[0].model_copy(update={"layers": layers, "optimizer_s_a_byte": update_s})
     return common, _total_s(common) / max(_total_s(mine), 1e-12)
 
 
