@@ -43,9 +43,9 @@ def foresee(
         picture: where to draw its schedule.
 
     Raises:
-        UserError: nothing fits, or a file cannot be read or written.
+        UserError: nothing fits, a file cannot be read or written, or the profile is of another model.
     """
-    layers = read_profile(profile) if profile else _measured(settings, task)
+    layers = _read(profile, settings, task) if profile else _measured(settings, task)
     if save_profile:
         _write(save_profile, layers.to_json())
     free = settings.model_copy(update={"grid": settings.grid.model_copy(update={"auto": True})})
@@ -76,12 +76,25 @@ def play(
     )
 
 
+def _read(path: Path, settings: Settings, task: Task) -> Profile:
+    profile = read_profile(path)
+    there, here = len(profile.layers), len(task.layers())
+    if there != here:
+        raise UserError(
+            f"{path} is of {there} layer{'s' * (there != 1)}, but task {settings.task} has {here}: "
+            "measure it again with --save-profile"
+        )
+    return profile
+
+
 def _measured(settings: Settings, task: Task) -> Profile:
     device = torch.device(
         "cpu" if settings.train.device == "cpu" or not torch.cuda.is_available() else "cuda"
     )
-    torch.set_num_threads(settings.train.threads or 1)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "1 core"
+    threads = settings.train.threads or 1
+    torch.set_num_threads(threads)
+    cores = f"{threads} core{'s' * (threads > 1)}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
     return measure(settings, task, device, f"measured on {socket.gethostname()}, {name}", say)
 
 

@@ -1,0 +1,177 @@
+"""`hpc-train plan` for a cluster that need not be there: what is printed, written and refused."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpc_train import cli
+from hpc_train.config import load
+from hpc_train.training import foresee as foresee_file
+
+CONFIG = str(Path(__file__).parents[2] / "examples" / "regression.toml")  # 5 layers
+CLUSTER = ["--ranks", "4", "--ranks-per-host", "2", "--bandwidth", "1GB/s", "--latency", "5us"]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(autouse=True)
+def _as_before(tmp_path, monkeypatch):
+    """A directory of its own; torch's threads are given back."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def plan(monkeypatch, capsys):
+    """Runs `hpc-train plan`; returns what it printed, and on stderr."""
+
+    def run(*args, config=CONFIG, code=0):
+        monkeypatch.setattr(sys, "argv", ["hpc-train", "plan", config, *map(str, args)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        assert (caught.value.code or 0) == code
+        out, err = capsys.readouterr()
+        return out, err
+
+    return run
+
+
+@pytest.fixture
+def refused(plan):
+    """Runs a `plan` that must be refused; returns the one line behind `error: `."""
+
+    def run(*args):
+        out, err = plan(*args, code=2)
+        assert out == ""
+        *progress, error = err.splitlines()
+        assert error.startswith("error: ")
+        assert all(line.startswith("measuring layer ") for line in progress)
+        return error.removeprefix("error: ")
+
+    return run
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """Layers that were measured elsewhere: five equal ones."""
+    line = {"fixed_s": 1e-5, "sample_s": 1e-4}
+    layer = {"forward": line, "input": line, "weight": line, "parameter_bytes": 4000}
+    layer |= {"activation_bytes": 1000, "output_bytes": 100}
+    path = tmp_path / "five.json"
+    path.write_text(json.dumps({"layers": [layer] * 5, "source": "five equal layers"}))
+    return path
+
+
+def best_grid(out):
+    """(replicas, stages) of the first row of the table."""
+    (row,) = [line for line in out.splitlines() if line.startswith("1 ")]
+    return tuple(map(int, row.split()[1].split("x")))
+
+
+def test_a_plan_names_the_profile_the_best_grids_and_the_schedule(plan, profile):
+    out, err = plan(*CLUSTER, "--profile", profile)
+    assert err == ""
+    source, considered, table, split, losers, schedule = out.rstrip().split("\n\n")
+    assert source == "profile: five equal layers"
+    assert "ways considered" in considered
+    assert table.split()[:3] == ["grid", "fastest", "schedule"]
+    replicas, stages = best_grid(out)
+    assert replicas * stages == 4
+    assert split.startswith("layers of each chunk of the best: ")
+    assert losers.startswith("why others lose:")
+    assert len([line for line in schedule.splitlines() if line.startswith("stage ")]) == stages
+
+
+def test_a_grid_that_is_left_open_is_planned_for_without_a_word_of_the_cluster(plan, profile):
+    out, _ = plan("grid=auto", "--ranks", "2")
+    assert out.startswith("profile: measured on ")
+    one, two = best_grid(out)
+    assert one * two == 2
+
+
+def test_a_saved_profile_gives_the_same_plan_without_measuring(plan, monkeypatch):
+    measured, err = plan(*CLUSTER, "--save-profile", "layers.json")
+    assert [line for line in err.splitlines() if line.startswith("measuring layer 1 of 5")]
+    assert measured.startswith("profile: measured on ")
+    monkeypatch.setattr(foresee_file, "measure", lambda *args: pytest.fail("measured"))
+    again, err = plan(*CLUSTER, "--profile", "layers.json")
+    assert (again, err) == (measured, "")
+
+
+def test_the_source_of_a_profile_tells_the_cores(plan):
+    out, _ = plan("train.threads=2", "--save-profile", "layers.json")
+    assert out.splitlines()[0].endswith(", 2 cores")
+
+
+def test_settings_with_the_best_plan_are_those_of_a_run(plan, profile):
+    given = ["optimizer.learning_rate=0.5", "gradients.wire=fp16", "--profile", profile]
+    out, _ = plan(*CLUSTER, *given, "--write", "best.toml")
+    assert "settings with the best plan: best.toml" in out
+    settings = load("best.toml")
+    replicas, stages = best_grid(out)
+    assert (settings.grid.stages, settings.grid.auto) == (stages, False)
+    assert sum(settings.pipeline.split) == 5
+    assert (settings.optimizer.learning_rate, settings.gradients.wire) == (0.5, "fp16")
+    assert (settings.name, settings.batch.size) == ("regression", 64)
+    preview, _ = plan("--ranks", "4", config="best.toml")
+    many = "s" if replicas > 1 else ""
+    assert preview.startswith(f"grid: 4 ranks = {replicas} replica{many} x {stages} stage")
+    assert f"schedule {settings.pipeline.schedule}: " in preview
+
+
+def test_what_the_settings_give_is_kept_in_the_plan(plan, profile):
+    given = ["batch.micro_batch=3", "pipeline.schedule=gpipe", "pipeline.recompute=all"]
+    plan(*CLUSTER, *given, "--profile", profile, "--write", "best.toml")
+    settings = load("best.toml")
+    assert settings.batch.micro_batch == 3
+    assert (settings.pipeline.schedule, settings.pipeline.recompute) == ("gpipe", "all")
+
+
+def test_the_schedule_is_drawn(plan, profile):
+    pytest.importorskip("matplotlib")
+    out, _ = plan(*CLUSTER, "--profile", profile, "--draw", "plan.png")
+    assert out.endswith("drawn: plan.png\n")
+    assert Path("plan.png").read_bytes().startswith(PNG)
+
+
+def test_a_cluster_that_is_too_small_is_one_line(refused, profile):
+    words = refused(*CLUSTER, "--profile", profile, "--memory", "1kB")
+    assert words.startswith("none of ")
+    assert "fits into 1 kB a rank" in words
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "words"),
+    [
+        ("--save-profile", "none/a.json", "none/a.json cannot be written: No such file or directory"),
+        ("--write", "none/a.toml", "none/a.toml cannot be written: No such file or directory"),
+        ("--write", ".", ". cannot be written: Is a directory"),
+        ("--draw", "none/a.png", "cannot write the chart none/a.png: "),
+        ("--draw", "a.xyz", "cannot write the chart a.xyz: "),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_one_line(refused, profile, option, name, words):
+    assert words in refused(*CLUSTER, "--profile", profile, option, name)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "broken.json: no such profile"),
+        ("{", "broken.json: the file: Invalid JSON"),
+        ('{"layers": [{"forwrd": 1}]}', "layers.0.forwrd: "),
+        ('{"layers": []}', "0 layers"),
+        (
+            '{"layers": [{"forward": {"sample_s": 1}}]}',
+            "broken.json is of 1 layer, but task regression has 5: measure it again",
+        ),
+    ],
+)
+def test_a_profile_that_is_none_or_of_another_model_is_one_line(refused, text, words):
+    if text is not None:
+        Path("broken.json").write_text(text)
+    assert words in refused(*CLUSTER, "--profile", "broken.json")
