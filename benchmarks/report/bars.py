@@ -1,4 +1,4 @@
-"""What sums and pipelines are meant to reach, and what was measured: met, or missed by how much, and why.
+"""What sums, pipelines and planner are meant to reach, and what was measured: met, or missed by how much.
 
 PURE: from records alone.
 """
@@ -6,7 +6,7 @@ PURE: from records alone.
 from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.records import OURS, Record, Results
-from benchmarks.report import pipelines
+from benchmarks.report import pipelines, planner
 from benchmarks.report.bar import Bar
 
 _MIB = 2**20
@@ -29,6 +29,7 @@ def bars(results: Mapping[str, Results]) -> list[Bar]:
         *_losses(results.get("convergence")),
         _nothing_to_send(results.get("one-replica")),
         *pipelines.bars(results.get("pipeline")),
+        *planner.bars(results.get("planner")),
     ]
 
 

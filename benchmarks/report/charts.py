@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from benchmarks.records import OURS, Record, Results, size
-from benchmarks.report import pipeline_chart
+from benchmarks.report import pipeline_chart, planner_chart
 
 # Ours are blue and green, Gloo and DDP red, MPI orange, Horovod purple.
 _COLOURS = {
@@ -52,6 +52,7 @@ def draw(results: Results, path: Path) -> bool:
         "train-step": _draw_steps,
         "convergence": _draw_losses,
         "pipeline": pipeline_chart.draw,
+        "planner": planner_chart.draw,
     }
     if results.benchmark not in kinds or not results.records:
         return False

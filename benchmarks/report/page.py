@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.records import Record, Results, size
-from benchmarks.report import pipelines
+from benchmarks.report import pipelines, planner
 from benchmarks.report.bar import Bar
 from benchmarks.report.bars import bars
 from benchmarks.report.defeats import defeats
@@ -15,6 +15,7 @@ _TITLES = {
     "convergence": "Loss",
     "one-replica": "Nothing to send",
     "pipeline": "Pipelines",
+    "planner": "The planner",
 }
 _EXPLAINED = {
     "allreduce": "A ratio below 1 is faster. *To best peer*: to the fastest peer in fp32; *to same wire*: to "
@@ -28,7 +29,9 @@ _EXPLAINED = {
     "the seeds.",
     "one-replica": "One process, no launcher: a step of ours beside one of plain PyTorch.",
     "pipeline": pipelines.EXPLAINED,
+    "planner": planner.EXPLAINED,
 }
+_TABLES = {"pipeline": pipelines.tables, "planner": planner.tables}
 _COLUMNS = {
     "allreduce": ("bus MB/s", "sent MB"),
     "train-step": ("exposed ms", "samples/s"),
@@ -107,8 +110,8 @@ def _benchmark(results: Results, drawing: str | None) -> Iterable[str]:
     yield f"`{command}`" + (f"  \n{_EXPLAINED[name]}" if name in _EXPLAINED else "")
     if drawing:
         yield f"![{_TITLES.get(name, name)}]({drawing})"
-    if name == "pipeline":
-        for title, headings, rows in pipelines.tables(results):
+    if name in _TABLES:
+        for title, headings, rows in _TABLES[name](results):
             yield f"### {title}"
             yield _table(headings, rows)
     else:
