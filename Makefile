@@ -61,6 +61,7 @@ bench: setup
 	$(PY) benchmarks/train-step/main.py $(BENCH)
 	$(PY) benchmarks/convergence/main.py $(BENCH)
 	$(PY) benchmarks/pipeline/main.py $(BENCH)
+	$(PY) benchmarks/planner/main.py $(BENCH)
 	$(PY) -m benchmarks.report
 
 clean:

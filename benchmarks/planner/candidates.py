@@ -1,7 +1,7 @@
 """Which ways to run a model are measured: the planner's choice, every grid at its best, and others near them.
 
     every grid        its fastest schedule and micro-batch, as foreseen
-    the chosen grid   other schedules, half and twice the micro-batch, ranks in the other order
+    the chosen grid   other schedules, other micro-batches, ranks in the other order
     other grids       the second schedule
 
 PURE: neither torch nor MPI.
@@ -57,7 +57,8 @@ def _all(profile: Profile, cluster: Cluster, batch_size: int, options: Options) 
         "chunks": (chosen.chunks,),
     }
     share = share_of(batch_size, chosen.replicas)
-    for micro_batch in (max(1, chosen.micro_batch // 2), min(2 * chosen.micro_batch, share)):
+    for times in (1 / 4, 1 / 2, 2):
+        micro_batch = min(max(1, int(chosen.micro_batch * times)), share)
         yield from best(1, **as_chosen, micro_batches=(micro_batch,))
     if chosen.stages > 1 and chosen.replicas > 1 and cluster.ranks_per_host > 1:
         for fastest in options.fastest:

@@ -118,12 +118,10 @@ def measure(session: Session) -> list[Record]:
 
 
 def _measured(session: Session, settings: Settings, task: Task) -> tuple[Profile, Cluster]:
-    """Layers and network, as `autoplan.resolve` measures them; alike on all ranks."""
+    """Layers and network as `autoplan.resolve` measures them, alike on all ranks."""
     world, device = session.world, torch.device("cpu")
-    torch.set_num_threads(1)
+    torch.set_num_threads(settings.train.threads)
     profile, speed = autoplan._common(profiling.measure(settings, task, device), world)
-    texts = world.control.all_gather(profile.to_json().encode())
-    profile = Profile.model_validate_json(texts[0])
     return profile, network.measure_cluster(world, device, speed)
 
 
