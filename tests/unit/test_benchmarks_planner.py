@@ -1,11 +1,13 @@
 """The benchmark of the planner: its models, which candidates it measures, what its report says."""
 
+import json
+
 import pytest
 import torch
 from torch.utils.data import default_collate
 
 from benchmarks.pipeline import waits
-from benchmarks.planner import contestants
+from benchmarks.planner import contestants, main
 from benchmarks.planner.candidates import candidates, name_of
 from benchmarks.planner.contestants import Runs
 from benchmarks.planner.models import COMPUTING, WAITING, Perceptron, Waits
@@ -146,6 +148,32 @@ def test_a_candidate_whose_step_is_another_one_is_found(monkeypatch):
     monkeypatch.setattr(contestants, "_TOLERANCE", -1.0)
     with pytest.raises(RuntimeError, match="'s loss is"):
         run_ranks(2, steps)
+
+
+def test_a_setting_becomes_records_with_what_was_foreseen_and_what_it_was_foreseen_from(monkeypatch):
+    place = main.Place(2, 1)
+    small = main.Setting("perceptron", place, lambda: Perceptron(width=8, depth=4))
+    monkeypatch.setitem(main.SETTINGS, "small", small)
+    monkeypatch.setattr(main, "_SECONDS", {True: 0.1})
+    found, _ = run_ranks(2, lambda world: main.measure(main.Session(world, place, "small", short=True)))
+    (chosen,) = [r for r in found if r.detail["chosen"]]
+    assert min(r.detail["to_best"] for r in found) == 1
+    assert chosen.ratio_to_limit == pytest.approx(chosen.median_s / chosen.detail["foreseen_s"])
+    assert {(r.detail["replicas"], r.detail["stages"]) for r in found} == {(2, 1), (1, 2)}
+    for r in found:
+        assert len(r.raw_s) >= 3
+        assert sum(r.detail["split"]) == 4
+        assert len(r.detail["rank_s"]) == 2  # ranks
+    planned = json.loads(json.dumps(chosen.detail))
+    again = plan(Profile(**planned["profile"]), Cluster(**planned["cluster"]), main.BATCH_SIZE)
+    assert again.best[0].step_s == pytest.approx(chosen.detail["foreseen_s"])
+
+
+def test_settings_are_three_models_at_several_rates_and_numbers_of_ranks():
+    assert len(main.SETTINGS) >= 12
+    for nouns in ({s.model for s in main.SETTINGS.values()}, {s.place for s in main.SETTINGS.values()}):
+        assert len(nouns) >= 3
+    assert set(main.SHORT_CASES) < set(main.CASES)
 
 
 def setting(case, chosen_s, **others_s):
