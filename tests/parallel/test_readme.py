@@ -1,4 +1,4 @@
-"""What README and the guide tell people to type is run here, as it stands there, with training cut short."""
+"""What README and the guides tell people to type is run here, as it stands there, with training cut short."""
 
 import json
 import os
@@ -10,19 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config import Settings
+from hpc_train.config import Settings, load
 
 TOP = Path(__file__).parents[2]
 README = (TOP / "README.md").read_text()
 GUIDE = (TOP / "docs" / "gradients.md").read_text()
+PIPELINES = (TOP / "docs" / "pipelines.md").read_text()
 FEW_STEPS = ["train.steps=2", "task_options.text=my.txt", "checkpoint.every=1"]
 SMALL = {
     "examples/bytelm.toml": ["task_options.text=my.txt", "task_options.context=16", "task_options.hidden=32"],
     "examples/digits.toml": ["task_options.channels=8"],
     "examples/regression.toml": ["task_options.samples=256"],
+    "planned.toml": [],  # which the guide makes of one of these
+    "examples/translate.toml": ["task_options.hidden=32", "task_options.samples=1"],
 }
 SETTING = re.compile(
-    r"(?<![\w/])(grid|batch|train|optimizer|gradients|pipeline|checkpoint|data|comm)\.([a-z_]+)\b(?!\()"
+    r"(?<![\w/])(grid|batch|train|optimizer|gradients|pipeline|checkpoint|data|comm)\.(?!md\b)([a-z_]+)\b(?!\()"
 )
 # After 4 passes on each of 2 ranks, with gradients 1 and 2: each weight has moved by 4 times their mean.
 OWN_LOOP = """
@@ -118,8 +121,8 @@ def test_plain_mpirun_is_as_good_as_launch(mpirun, where):
     assert {d["quantity"] for d in json.loads(done.stdout)} == {"loss", "gradients", "parameters"}
 
 
-@pytest.mark.parametrize("line", commands(GUIDE))
-def test_every_command_of_the_guide_runs(tmp_path, line):
+def run_small(line, where):
+    """Run a command of a guide with a small model and few steps; its arguments, and what it printed."""
     variables, command = re.fullmatch(r"((?:[A-Z_]+=\S+ )*)hpc-train (.*)", line).groups()
     env = dict(variable.split("=") for variable in variables.split())
     args = shlex.split(command)
@@ -127,11 +130,41 @@ def test_every_command_of_the_guide_runs(tmp_path, line):
         at = args.index(config) + 1
         while at < len(args) and "=" in args[at]:
             at += 1
-        few = ["train.steps=2", "train.evaluate_every=0"] if "train" in args else ["--steps", "1"]
-        args[at:at] = [*SMALL[config], *few]
-    done = run([sys.executable, "-m", "hpc_train", *args], clone(tmp_path), env)
+        few = ["train.steps=2", "train.evaluate_every=0"] if "train" in args else []
+        args[at:at] = [*SMALL[config], *few, *(["--steps", "1"] if "parity" in args else [])]
+    done = run([sys.executable, "-m", "hpc_train", *args], where, env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip()
+    return args, env, done.stdout
+
+
+def test_every_command_about_pipelines_runs(tmp_path):
+    where = clone(tmp_path)
+    for line in commands(PIPELINES):
+        run_small(line, where)
+    for made in ("planned.toml", "plan.png", "zb-v.png", "runs/auto/config.toml", "model.safetensors"):
+        assert (where / made).stat().st_size > 0
+    assert load(where / "runs/auto/config.toml").grid.auto is False
+
+
+def test_a_bad_schedule_is_shown_as_the_guide_does(tmp_path):
+    (tmp_path / "bad.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B1,1F1,1B0\n")
+    args = [
+        "plan",
+        TOP / "examples/regression.toml",
+        "--ranks",
+        "2",
+        "pipeline.schedule=bad.csv",
+        "grid.stages=2",
+    ]
+    done = run([sys.executable, "-m", "hpc_train", *args], tmp_path)
+    shown = re.search(r"^```\n(error: .*?)^```", PIPELINES, re.DOTALL | re.MULTILINE)[1]
+    assert (done.returncode, done.stderr) == (2, shown)
+
+
+@pytest.mark.parametrize("line", commands(GUIDE))
+def test_every_command_about_gradients_runs(tmp_path, line):
+    args, env, printed = run_small(line, clone(tmp_path))
     if "train" not in args:
         return
     run_dir = tmp_path / args[args.index("--run-dir") + 1]
@@ -142,14 +175,15 @@ def test_every_command_of_the_guide_runs(tmp_path, line):
     if env:
         shown = re.search(r"^```\n(gradient sums.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)[1]
         whole, measured = shown.splitlines()
-        assert whole.partition(",")[0] in done.stdout
-        assert measured.partition(": ")[0] in done.stdout  # what is chosen differs from run to run
-        assert re.search(r": (direct|halving), \d+ KiB messages \(measured with [\d.]+ MiB: ", done.stdout)
+        assert whole.partition(",")[0] in printed
+        assert measured.partition(": ")[0] in printed  # what is chosen differs from run to run
+        assert re.search(r": (direct|halving), \d+ KiB messages \(measured with [\d.]+ MiB: ", printed)
 
 
-def test_runs_of_the_guide_do_not_resume_each_other():
-    run_dirs = re.findall(r"--run-dir (\S+)", GUIDE)
-    assert len(run_dirs) == len(set(run_dirs)) == sum(" train " in line for line in commands(GUIDE))
+@pytest.mark.parametrize("guide", [GUIDE, PIPELINES])
+def test_runs_of_a_guide_do_not_resume_each_other(guide):
+    run_dirs = re.findall(r"--run-dir (\S+)", guide)
+    assert len(run_dirs) == len(set(run_dirs)) == sum(" train " in line for line in commands(guide))
 
 
 def test_the_lines_for_an_own_loop_send_several_passes_at_once(mpirun):
@@ -159,7 +193,7 @@ def test_the_lines_for_an_own_loop_send_several_passes_at_once(mpirun):
 
 
 def test_settings_that_are_named_exist():
-    for text in (README, GUIDE):
+    for text in (README, GUIDE, PIPELINES):
         named = SETTING.findall(text)
         assert named
         for section, name in named:
