@@ -20,11 +20,24 @@ SMALL_LM = [
     "batch.size=12",
     "batch.micro_batch=2",
 ]
+SMALL_TRANSLATE = [
+    "task_options.vocabulary=300",
+    "task_options.context=12",
+    "task_options.hidden=32",
+    "task_options.blocks=3",
+    "task_options.heads=2",
+    "batch.size=12",
+    "batch.micro_batch=2",
+]
+SMALL = {"bytelm": SMALL_LM, "translate": SMALL_TRANSLATE}
 
 
 def case(task, *overrides, **more):
-    small = SMALL_LM if task == "bytelm" else []
-    return {"config": str(EXAMPLES / f"{task}.toml"), "overrides": [*small, *overrides], **more}
+    return {
+        "config": str(EXAMPLES / f"{task}.toml"),
+        "overrides": [*SMALL.get(task, []), *overrides],
+        **more,
+    }
 
 
 def check(mpirun, num_ranks, cases, *backend):
@@ -72,6 +85,22 @@ def test_tied_embeddings_batch_norm_dropout_and_recomputation(mpirun, replicas, 
                 *sgd,
             ),
         ]
+    check(mpirun, replicas * stages, cases)
+
+
+@pytest.mark.parametrize(("replicas", "stages"), [(1, 4), (2, 2)])
+def test_an_encoder_and_a_decoder_that_pass_tuples_and_a_mask(mpirun, replicas, stages):
+    """With a tied embedding and a loss whose weights are the tokens of a sentence."""
+    pytest.importorskip("polib")
+    cases = [
+        case(
+            "translate",
+            f"grid.stages={stages}",
+            f"pipeline.schedule={schedule}",
+            f"task_options.dropout={rate}",
+        )
+        for schedule, rate in zip(SCHEDULES, (0.0, 0.1, 0.1, 0.1, 0.0), strict=True)
+    ]
     check(mpirun, replicas * stages, cases)
 
 
