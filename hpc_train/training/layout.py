@@ -92,9 +92,9 @@ def about_batch_norm(settings: Settings, specs: Sequence[LayerSpec]) -> str:
     ]
     if not found:
         return ""
-    more = " and others" if len(found) > 1 else ""
+    normalise = " and others normalise" if found[1:] else " normalises"
     return (
-        f"warning: {layer_name(found[0])}{more} normalise over the samples of a micro-batch (BatchNorm): "
+        f"warning: {layer_name(found[0])}{normalise} over the samples of a micro-batch (BatchNorm): "
         f"training depends on batch.micro_batch={settings.batch.micro_batch}; running statistics are of the "
         "whole batch"
     )
