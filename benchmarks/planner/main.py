@@ -121,7 +121,7 @@ def _measured(session: Session, settings: Settings, task: Task) -> tuple[Profile
     """Layers and network as `autoplan.resolve` measures them, alike on all ranks."""
     world, device = session.world, torch.device("cpu")
     torch.set_num_threads(settings.train.threads)
-    profile, speed = autoplan._common(profiling.measure(settings, task, device), world)
+    profile, speed = autoplan.common_profile(profiling.measure(settings, task, device), world)
     return profile, network.measure_cluster(world, device, speed)
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hpc_train.comm.interface import Wire
 from hpc_train.grid import Grid
-from hpc_train.pipeline.partition import DoesNotFit, MemoryBound, split_evenly
+from hpc_train.pipeline.partition import DoesNotFit, MemoryBound, split_by_hand, split_evenly
 from hpc_train.planning.choice import Candidate, Choice, Recompute, share_of
 from hpc_train.planning.cluster import Cluster
 from hpc_train.planning.memory import Memory, ties_of
@@ -167,7 +167,7 @@ class Forecast:
         limit = self.cluster.memory_bytes
         if even_bytes <= limit:
             return split, even_bytes
-        if memory.least_bytes(case.pipe.stages) > limit:
+        if self.options.split or memory.least_bytes(case.pipe.stages) > limit:
             return None, even_bytes
         most = [int(moments[stage][:, chunk].max()) for chunk, stage in enumerate(case.stage_of)]
 
@@ -189,6 +189,8 @@ class Forecast:
         speeds: Speeds,
         memory: MemoryBound | None = None,
     ) -> Split:
+        if self.options.split:
+            return tuple(split_by_hand(self.options.split, len(self.profile.layers), len(stage_of)))
         until = self._layer_times(micro_batch, recompute)
         costs = np.diff(until.forward + until.input + until.weight)
         return tuple(

@@ -22,6 +22,7 @@ class Options:
         stages: numbers of stages; none given: all that divide the ranks.
         fastest: which of a grid's two coordinates neighbouring ranks may differ in.
         micro_batches: samples; none given: powers of two, and divisors of a replica's share.
+        split: layers of each chunk; none given: as even as can be.
         recompute: of activations.
         wires: number formats of gradients.
         pipeline_wires: number formats of activations.
@@ -37,6 +38,7 @@ class Options:
     stages: tuple[int, ...] = ()
     fastest: tuple[Fastest, ...] = ("stage", "replica")
     micro_batches: tuple[int, ...] = ()
+    split: tuple[int, ...] = ()
     recompute: tuple[Recompute, ...] = ("none", "all")
     wires: tuple[Wire, ...] = (Wire.FP32,)
     pipeline_wires: tuple[Wire, ...] = (Wire.FP32,)
@@ -108,9 +110,10 @@ def _schedules(stages: int, num_layers: int, options: Options) -> Iterator[tuple
     """Names, with chunks a stage, so that each has a layer; one for a single stage: all are the same."""
     for name in options.schedules:
         for chunks in options.chunks if name == "interleaved" else (find(name).chunks,):
-            if stages > 1 and stages * chunks <= num_layers and _has(name, chunks, stages):
+            fits = len(options.split or range(stages * chunks)) == stages * chunks <= num_layers
+            if stages > 1 and fits and _has(name, chunks, stages):
                 yield name, chunks
-    if stages == 1:
+    if stages == 1 and len(options.split) <= 1:
         alone = [name for name in options.schedules if find(name).chunks == 1 and _has(name, 1, 1)]
         yield (alone or ["1f1b"])[0], 1
 

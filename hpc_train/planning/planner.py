@@ -96,6 +96,12 @@ def plan(
         raise UserError(f"batch.size={batch_size}: set it to at least 1")
     search = Search(profile, cluster, batch_size, options)
     best = search.best(max(1, options.best))
+    if not best and not search.too_large:
+        split = f" cut as {list(options.split)}" if options.split else ""
+        raise UserError(
+            f"{len(profile.layers)} layers{split} on {cluster.ranks} ranks go with no schedule that may be "
+            f"chosen ({', '.join(options.schedules)}): a chunk needs a layer, and a file its number of stages"
+        )
     if not best:
         choice, needed = min(search.too_large.items(), key=lambda item: item[1])
         raise UserError(

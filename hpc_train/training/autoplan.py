@@ -4,7 +4,6 @@ grid = "auto"              every setting of grid, micro-batch and pipeline that 
 pipeline.recompute=auto    activations are computed again only where they do not fit into memory
 """
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,8 +29,11 @@ def is_open(settings: Settings) -> bool:
     return settings.grid.auto or settings.pipeline.recompute == "auto"
 
 
-def options_of(settings: Settings) -> Options:
-    """What the planner may choose: all that the settings do not give."""
+def options_of(settings: Settings, split: Sequence[range] = ()) -> Options:
+    """What the planner may choose: all that the settings do not give.
+
+    `split`: of a grid that is given.
+    """
     grid, batch, pipeline, gradients = settings.grid, settings.batch, settings.pipeline, settings.gradients
     free = grid.auto
 
@@ -41,12 +43,14 @@ def options_of(settings: Settings) -> Options:
     recompute = pipeline.recompute
     default = Options()
     chunks = pipeline.chunks if free else find_schedule(settings).chunks
+    by_hand = () if pipeline.split == "auto" else pipeline.split
     return Options(
         schedules=(pipeline.schedule,) if given(pipeline, "schedule") else default.schedules,
         chunks=(chunks,) if chunks else default.chunks,
         stages=() if free else (grid.stages,),
         fastest=(grid.fastest,) if given(grid, "fastest") else default.fastest,
         micro_batches=(batch.micro_batch,) if given(batch, "micro_batch") else (),
+        split=tuple(map(len, split)) or by_hand,
         recompute=(recompute,) if recompute != "auto" and given(pipeline, "recompute") else ("none", "all"),
         wires=(Wire(gradients.wire),),
         pipeline_wires=(Wire(pipeline.wire),),
@@ -71,16 +75,17 @@ def resolve(settings: Settings, task: Task, world: World, note: Callable[[str], 
     """
     if not is_open(settings):
         return settings
+    split: list[range] = []
     if not settings.grid.auto:
         make_grid(settings, world.size)
-        split_layers(settings, task.layers())
+        split = split_layers(settings, task.layers())
     torch.set_num_threads(choose_threads(world, settings.train.threads))
     device = choose_device(settings.train.device, world.local_rank)
     if world.rank == 0:
         note("measuring layers and network to choose what the settings leave open")
-    profile, speed = _common(measure(settings, task, device), world)
+    profile, speed = common_profile(measure(settings, task, device), world)
     cluster = measure_cluster(world, device, speed)
-    planned = plan(profile, cluster, settings.batch.size, options_of(settings))  # alike on all ranks
+    planned = plan(profile, cluster, settings.batch.size, options_of(settings, split))  # alike on all ranks
     if world.rank == 0:
         for line in table(planned).splitlines():
             note(line)
@@ -95,7 +100,7 @@ def chosen(settings: Settings, planned: Planned) -> Settings:
     return changed(settings, {**values, "grid.auto": False})
 
 
-def _common(mine: Profile, world: World) -> tuple[Profile, float]:
+def common_profile(mine: Profile, world: World) -> tuple[Profile, float]:
     """The median of all ranks' profiles, the same on all of them, and how fast this rank is against it."""
     profiles = [
         Profile.model_validate_json(data) for data in world.control.all_gather(mine.to_json().encode())
@@ -121,8 +126,3 @@ def _total_s(profile: Profile) -> float:
     """Of one sample through all layers and back."""
     lines = [line for layer in profile.layers for line in (layer.forward, layer.input, layer.weight)]
     return sum(line.seconds(1) for line in lines)
-
-
-def overrides_of(planned: Planned) -> str:
-    """The settings of the best candidate as overrides, for the command line or a file."""
-    return "\n".join(f"{name} = {json.dumps(value)}" for name, value in settings_of(planned.best[0]).items())

@@ -231,6 +231,12 @@ def test_what_cannot_be_planned():
         plan(even_layers(2, parameter_bytes=100), Cluster(2, 2, memory_bytes=10), 8)
     with pytest.raises(UserError, match=r"batch.size=0: set it to at least 1"):
         plan(even_layers(2), Cluster(2, 2), 0)
+    with pytest.raises(UserError, match=r"4 layers on 4 ranks go with no schedule .* \(interleaved\)"):
+        plan(even_layers(4), Cluster(4, 4), 1, Options(schedules=("interleaved",)))
+    with pytest.raises(UserError, match=r"4 layers cut as \[1, 1, 2\] on 4 ranks go with no schedule"):
+        plan(even_layers(4), Cluster(4, 4), 8, Options(split=(1, 1, 2)))
+    with pytest.raises(UserError, match=r"pipeline.split=\[1, 4\] holds 5 layers, but the model has 4"):
+        plan(even_layers(4), Cluster(4, 4), 8, Options(split=(1, 4)))
     assert possible_stages(8, 4, 4, Options()) == [2, 4]
 
 

@@ -220,3 +220,20 @@ def test_a_grid_that_cannot_be_is_refused_as_a_run_would_before_anything_is_meas
     given = settings({"stages": stages}, pipeline={"recompute": "auto", **sections})
     with pytest.raises(UserError, match=words):
         run_ranks(4, lambda world: resolve(given, TASK, world, lambda line: None))
+
+
+def test_a_split_that_is_given_is_kept_and_says_how_many_stages_there_are(planned_with):
+    chosen = settings("auto", batch={"size": 8}, pipeline={"split": [1, 3], "schedule": "1f1b"})
+    (first, *others), _ = planned_with(chosen, even_layers(4), ranks=4)
+    assert (first.grid.stages, first.pipeline.split) == (2, (1, 3))
+    assert others == [first] * 3
+
+
+def test_recompute_is_judged_by_the_split_that_the_run_will_have(planned_with):
+    """Stages of 2 layers would keep little more than 200 bytes, the one of 3 keeps 300."""
+    layers = even_layers(4, activation_bytes=100, output_bytes=1)
+    given = {"recompute": "auto", "split": [1, 3]}
+    chosen = settings({"stages": 2}, batch={"size": 1, "micro_batch": 1}, pipeline=given)
+    for memory_bytes, expected in ((320, "none"), (240, "all")):
+        (first, _), _ = planned_with(chosen, layers, ranks=2, memory_bytes=memory_bytes)
+        assert (first.pipeline.recompute, first.pipeline.split) == (expected, (1, 3))
