@@ -3,9 +3,13 @@
 import importlib.util
 import os
 import signal
+import sys
 
 import pytest
+import torch
 from mpirun import mpirun as start_ranks
+
+from hpc_train import cli
 
 for _name in [name for name in os.environ if name.startswith("HOROVOD_")]:
     del os.environ[_name]  # they mean something to hpc_train too
@@ -28,6 +32,28 @@ def mpirun_horovod():
         return start_ranks(num_ranks, args, timeout_s, {**patience, **(env or {})})
 
     return start
+
+
+@pytest.fixture
+def hpc_train_here(monkeypatch, capsys):
+    """Runs `hpc-train` in this process; returns its exit code, stdout and stderr."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["hpc-train", *map(str, args)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capsys.readouterr()
+        return caught.value.code or 0, out, err
+
+    return run
+
+
+@pytest.fixture
+def threads_as_before():
+    """Workers and measurements set torch's threads, which are the process's."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

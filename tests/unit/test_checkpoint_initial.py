@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from checkpoints import EveryKind, assert_same_bits
 from plain_loss import plain_loss
 from safetensors.torch import load_file, save_file, save_model
 
-from hpc_train import cli
 from hpc_train.checkpoint.export import export
 from hpc_train.checkpoint.initial import read_model
 from hpc_train.comm.loopback import run_ranks
@@ -37,12 +35,8 @@ GRIDS = [
 
 
 @pytest.fixture(autouse=True)
-def _as_before(tmp_path, monkeypatch, signals_as_before):
-    """A directory of its own; signals and torch's threads are given back."""
+def _in_a_directory_of_its_own(tmp_path, monkeypatch, signals_as_before, threads_as_before):
     monkeypatch.chdir(tmp_path)
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def settings(stages=1, schedule="1f1b", sharded=False, steps=3):
@@ -212,14 +206,9 @@ def test_each_rank_reads_its_own_layers_and_nothing_of_an_optimizer():
     assert sorted(other) == ["layers.4.bias", "layers.4.weight"]
 
 
-def test_a_wrong_file_on_the_command_line_is_one_line_and_exit_code_2(monkeypatch, capsys):
+def test_a_wrong_file_on_the_command_line_is_one_line_and_exit_code_2(hpc_train_here):
     save_file({"layers.0.0.weight": torch.zeros(2, 2)}, "other.safetensors")
-    args = ["train", CONFIG, "train.steps=1", "--init", "other.safetensors"]
-    monkeypatch.setattr(sys, "argv", ["hpc-train", *args])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert caught.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == ""
+    code, out, err = hpc_train_here("train", CONFIG, "train.steps=1", "--init", "other.safetensors")
+    assert (code, out) == (2, "")
     assert err.startswith("error: other.safetensors is of another model: layers.0.0.weight is [2, 2] there")
     assert err.count("\n") == 1

@@ -6,10 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from hpc_train import cli
 from hpc_train.config import load
 from hpc_train.launch import launcher
 from hpc_train.tasks.find import load_task
@@ -21,26 +19,14 @@ COMMANDS = ["train", "parity", "plan", "export", "launch", "bench", "doctor"]
 
 
 @pytest.fixture(autouse=True)
-def _as_before(tmp_path, monkeypatch, signals_as_before):
-    """A directory of its own; the process's signals and torch threads are given back."""
+def _in_a_directory_of_its_own(tmp_path, monkeypatch, signals_as_before, threads_as_before):
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(hpc_train_here):
     """Runs a command; returns its exit code and what it printed."""
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["hpc-train", *map(str, args)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        return caught.value.code or 0, out, err
-
-    return run
+    return hpc_train_here
 
 
 def test_help_names_every_command(run):

@@ -20,16 +20,12 @@ def _in_a_directory_of_its_own(tmp_path, monkeypatch, signals_as_before):
 
 
 @pytest.fixture
-def mistake(monkeypatch, capsys):
+def mistake(hpc_train_here):
     """Runs a command that must be refused; returns what stands behind `error: `."""
 
     def run(*args):
-        monkeypatch.setattr(sys, "argv", ["hpc-train", *map(str, args)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        assert caught.value.code == 2
-        assert out == ""
+        code, out, err = hpc_train_here(*args)
+        assert (code, out) == (2, "")
         assert err.startswith("error: ")
         assert err.count("\n") == 1, err
         assert err.endswith("\n")

@@ -3,7 +3,6 @@
 import threading
 
 import pytest
-import torch
 from profiles import even_layers
 
 from hpc_train.comm.interface import Wire
@@ -16,20 +15,14 @@ from hpc_train.tasks.regression import Regression
 from hpc_train.training import autoplan
 from hpc_train.training.autoplan import is_open, options_of, resolve
 
+pytestmark = pytest.mark.usefixtures("threads_as_before")
+
 TASK = Regression(samples=40, inputs=3, hidden=8, depth=3)  # 4 layers
 
 
 def settings(grid="auto", **sections):
     train = {"threads": 1}
     return Settings.model_validate({"task": "regression", "grid": grid, "train": train, **sections})
-
-
-@pytest.fixture(autouse=True)
-def _threads():
-    """Measuring sets torch's threads, which are the process's."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -11,15 +11,10 @@ from hpc_train.gradients.bucket_sum import Whole
 from hpc_train.gradients.powersgd import PowerSGD
 from hpc_train.training.compression import sum_method
 
+pytestmark = pytest.mark.usefixtures("threads_as_before")
+
 POWERSGD = {"compression": "powersgd", "powersgd_rank": 2, "powersgd_warm_up_steps": 0}
 INT8 = {"wire": "int8"}
-
-
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

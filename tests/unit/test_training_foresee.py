@@ -1,13 +1,10 @@
 """`hpc-train plan` for a cluster that need not be there: what is printed, written and refused."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from hpc_train import cli
 from hpc_train.config import load
 from hpc_train.training import foresee as foresee_file
 
@@ -17,24 +14,17 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture(autouse=True)
-def _as_before(tmp_path, monkeypatch):
-    """A directory of its own; torch's threads are given back."""
+def _in_a_directory_of_its_own(tmp_path, monkeypatch, threads_as_before):
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
-def plan(monkeypatch, capsys):
+def plan(hpc_train_here):
     """Runs `hpc-train plan`; returns what it printed, and on stderr."""
 
     def run(*args, config=CONFIG, code=0):
-        monkeypatch.setattr(sys, "argv", ["hpc-train", "plan", config, *map(str, args)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        assert (caught.value.code or 0) == code
-        out, err = capsys.readouterr()
+        ended, out, err = hpc_train_here("plan", config, *args)
+        assert ended == code
         return out, err
 
     return run

@@ -163,14 +163,6 @@ def test_the_table():
     ]
 
 
-@pytest.fixture
-def threads():
-    """Workers set torch's threads, which are the process's."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def compared(chosen, num_ranks, **more):
     """Rank 0's differences; the others have none."""
     first, *others = run_ranks(
@@ -180,7 +172,7 @@ def compared(chosen, num_ranks, **more):
     return {difference.quantity: difference for difference in first}
 
 
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("threads_as_before")
 @pytest.mark.parametrize(
     ("replicas", "stages", "wire"), [(1, 1, "fp32"), (3, 1, "fp16"), (1, 4, "fp32"), (2, 2, "fp32")]
 )
@@ -201,7 +193,7 @@ COMPRESSED = {
 }
 
 
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("threads_as_before")
 @pytest.mark.parametrize("gradients", COMPRESSED.values(), ids=COMPRESSED.keys())
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_every_compression_holds_within_its_own_tolerance(gradients, optimizer):
@@ -230,7 +222,7 @@ def test_what_is_no_gradient_of_the_step_is_refused(gradients, words):
     assert all(run_ranks(2, body))
 
 
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("threads_as_before")
 def test_shares_may_differ():
     differences = compared(settings(), 3, shares=(7, 0, 3))
     assert all(difference.holds for difference in differences.values()), differences
@@ -252,7 +244,7 @@ def one_wrong_gradient(worker, outcome):
     return outcome
 
 
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("threads_as_before")
 @pytest.mark.parametrize(
     ("spoil", "fails"),
     [(wrong_loss, "loss"), (wrong_gradients, "gradients"), (one_wrong_gradient, "gradients")],
@@ -263,7 +255,7 @@ def test_what_is_wrong_by_a_thousandth_is_noticed(monkeypatch, spoil, fails):
     assert not compared(settings(grid={"stages": 2}), 4)[fails].holds
 
 
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("threads_as_before")
 def test_a_wrong_update_is_noticed(monkeypatch):
     plain = Worker.update
     monkeypatch.setattr(Worker, "update", lambda self, outcome, rate: plain(self, outcome, rate * 1.05))

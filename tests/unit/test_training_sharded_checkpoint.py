@@ -3,17 +3,10 @@
 import json
 
 import pytest
-import torch
 from checkpoints import assert_same_bits
 from shards import Mixed, on_ranks, settings, state
 
-
-@pytest.fixture(autouse=True)
-def _threads():
-    """Workers set torch's threads, which are the process's."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads_as_before")
 
 
 WAYS = [

@@ -77,15 +77,7 @@ def test_stages_that_do_not_fit_are_a_users_mistake():
         run_ranks(5, lambda world: Layout(settings(grid={"stages": 5}), TASK, world))
 
 
-@pytest.fixture
-def threads():
-    """The test may change torch's threads, which are the process's."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("threads_as_before")
 def test_a_worker_sets_torchs_threads():
     for number in (2, 1):
         chosen = settings(train={"threads": number})
@@ -93,7 +85,7 @@ def test_a_worker_sets_torchs_threads():
         assert torch.get_num_threads() == number
 
 
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("threads_as_before")
 @pytest.mark.parametrize("poisoned", [False, True])
 def test_a_gradient_that_is_not_finite_on_one_replica_is_known_to_all_and_skips_the_update(poisoned):
     """2 replicas x 2 stages; one input of replica 1 is NaN, which no rank of replica 0 ever sees."""
