@@ -60,7 +60,8 @@ def foresee(
     if picture:
         from hpc_train.pipeline.chart import save_chart
 
-        save_chart(picture, simulation, f"{best.replicas} x {best.stages}, {best.schedule}")
+        grid = f"{best.replicas} replicas x {best.stages} stages"
+        save_chart(picture, simulation, f"{grid}, {best.schedule}, without gradient sums")
         parts.append(f"drawn: {picture}")
     return "\n\n".join(parts)
 
