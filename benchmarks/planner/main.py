@@ -21,7 +21,7 @@ from benchmarks import conductor
 from benchmarks.conductor import Place, Session
 from benchmarks.planner.candidates import candidates, name_of
 from benchmarks.planner.contestants import Runs
-from benchmarks.planner.models import COMPUTING, WAITING
+from benchmarks.planner.models import COMPUTING, WAITING, Model
 from benchmarks.records import Record, record
 from hpc_train.bench.turns import Contestant, rounds_within, take_turns, try_once
 from hpc_train.config import Settings
@@ -31,7 +31,6 @@ from hpc_train.planning.profile import Profile
 from hpc_train.tasks.task import Task
 from hpc_train.training import autoplan, network, profiling
 
-BATCH_SIZE = 32
 PLACES = [  # two ranks compute, four wait: there are two cores
     (COMPUTING, 2, 1, (100, 1000)),
     (WAITING, 4, 1, (100, 400)),
@@ -48,24 +47,24 @@ _LEAD_IN_BELOW_S = 0.1  # and is led in by one more, which finds the caches as t
 class Setting:
     """A model at a place."""
 
-    model: str
+    name: str
+    model: Model
     place: Place
-    task: Any  # makes it
 
     @property
-    def name(self) -> str:
-        """Of its case."""
-        return f"{self.model}, {self.place.name}, {self.place.rate_mbit} Mbit/s"
+    def case(self) -> str:
+        """`transformer, 2 hosts x 1 rank, 100 Mbit/s`."""
+        return f"{self.name}, {self.place.name}, {self.place.rate_mbit} Mbit/s"
 
 
 SETTINGS = {
-    setting.name: setting
+    setting.case: setting
     for models, hosts, ranks, rates in PLACES
     for rate in rates
-    for model, task in models.items()
-    for setting in [Setting(model, Place(hosts, ranks, rate), task)]
+    for name, model in models.items()
+    for setting in [Setting(name, model, Place(hosts, ranks, rate))]
 }
-CASES = {name: setting.place for name, setting in SETTINGS.items()}
+CASES = {case: setting.place for case, setting in SETTINGS.items()}
 SHORT_CASES = [
     "transformer, 2 hosts x 1 rank, 1000 Mbit/s",
     "perceptron, 4 hosts x 1 rank, 100 Mbit/s",
@@ -76,16 +75,17 @@ SHORT_CASES = [
 def measure(session: Session) -> list[Record]:
     """One setting, on each of its ranks."""
     world, setting = session.world, SETTINGS[session.case]
+    batch_size = setting.model.batch_size
     settings = Settings(
-        task=setting.model,
+        task=setting.name,
         grid="auto",  # type: ignore[arg-type]  # as in a file
-        batch={"size": BATCH_SIZE},  # type: ignore[arg-type]
+        batch={"size": batch_size},  # type: ignore[arg-type]
         train={"threads": 1, "device": "cpu"},  # type: ignore[arg-type]
         optimizer={"name": "adamw", "clip_norm": 1.0},  # type: ignore[arg-type]
     )
-    task = setting.task()
+    task = setting.model.make()
     profile, cluster = _measured(session, settings, task)
-    picks = candidates(profile, cluster, BATCH_SIZE, autoplan.options_of(settings))
+    picks = candidates(profile, cluster, batch_size, autoplan.options_of(settings))
     session.note(f"chosen: {name_of(picks[0])}, foreseen {picks[0].step_s * 1e3:.1f} ms")
     runs = Runs(settings, task, world)
     raw_s, rank_s = _timed(session, runs, [runs.add(pick) for pick in picks])
@@ -104,7 +104,8 @@ def measure(session: Session) -> list[Record]:
                 raw,
                 "ours",
                 limit_s=pick.step_s,
-                model=setting.model,
+                model=setting.name,
+                batch_size=batch_size,
                 place=setting.place.name,
                 rate_mbit=setting.place.rate_mbit,
                 chosen=chosen,

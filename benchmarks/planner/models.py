@@ -6,6 +6,7 @@ perceptron        most          few
 convolutions      few           most
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -124,13 +125,21 @@ class _Wait(nn.Module):
         return waiting_product(x, self.weight, seconds) + self.others.mean()
 
 
+@dataclass(frozen=True)
+class Model:
+    """What is trained: `make` gives the task, `batch_size` is the samples of a step."""
+
+    make: Callable[[], Task]
+    batch_size: int
+
+
 COMPUTING = {
-    "transformer": partial(ByteLM, context=64, hidden=192, blocks=6, heads=6),
-    "perceptron": Perceptron,
-    "convolutions": Convolutions,
+    "transformer": Model(partial(ByteLM, context=64, hidden=192, blocks=6, heads=6), 32),
+    "perceptron": Model(Perceptron, 256),
+    "convolutions": Model(Convolutions, 64),
 }
 WAITING = {
-    "transformer": partial(Waits, sample_ms=1.0, width=12_000, parameters=190_000),
-    "perceptron": partial(Waits, sample_ms=0.4, width=2_000, parameters=380_000),
-    "convolutions": partial(Waits, sample_ms=0.8, width=24_000, parameters=24_000),
+    "transformer": Model(partial(Waits, sample_ms=1.0, width=12_000, parameters=190_000), 32),
+    "perceptron": Model(partial(Waits, sample_ms=0.4, width=2_000, parameters=380_000), 32),
+    "convolutions": Model(partial(Waits, sample_ms=0.8, width=24_000, parameters=24_000), 32),
 }

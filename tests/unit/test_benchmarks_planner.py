@@ -10,7 +10,7 @@ from benchmarks.pipeline import waits
 from benchmarks.planner import contestants, main
 from benchmarks.planner.candidates import candidates, name_of
 from benchmarks.planner.contestants import Runs
-from benchmarks.planner.models import COMPUTING, WAITING, Perceptron, Waits
+from benchmarks.planner.models import COMPUTING, WAITING, Model, Perceptron, Waits
 from benchmarks.records import Results, record, with_ratios
 from benchmarks.report import planner
 from benchmarks.report.page import page
@@ -107,8 +107,8 @@ def test_a_layer_waits_for_each_sample(waited):
 @pytest.mark.parametrize("models", [COMPUTING, WAITING])
 def test_models_differ_in_what_they_are_heavy_in(models, waited):
     weights, activations = {}, {}
-    for name, make in models.items():
-        task = make()
+    for name, model in models.items():
+        task = model.make()
         plain = task.plain_model()
         x, target = default_collate([task.dataset("train")[0]])
         assert torch.isfinite(task.loss(plain(x), target)).all()
@@ -152,7 +152,7 @@ def test_a_candidate_whose_step_is_another_one_is_found(monkeypatch):
 
 def test_a_setting_becomes_records_with_what_was_foreseen_and_what_it_was_foreseen_from(monkeypatch):
     place = main.Place(2, 1)
-    small = main.Setting("perceptron", place, lambda: Perceptron(width=8, depth=4))
+    small = main.Setting("perceptron", Model(lambda: Perceptron(width=8, depth=4), 32), place)
     monkeypatch.setitem(main.SETTINGS, "small", small)
     monkeypatch.setattr(main, "_SECONDS", {True: 0.1})
     found, _ = run_ranks(2, lambda world: main.measure(main.Session(world, place, "small", short=True)))
@@ -165,13 +165,13 @@ def test_a_setting_becomes_records_with_what_was_foreseen_and_what_it_was_forese
         assert sum(r.detail["split"]) == 4
         assert len(r.detail["rank_s"]) == 2  # ranks
     planned = json.loads(json.dumps(chosen.detail))
-    again = plan(Profile(**planned["profile"]), Cluster(**planned["cluster"]), main.BATCH_SIZE)
+    again = plan(Profile(**planned["profile"]), Cluster(**planned["cluster"]), planned["batch_size"])
     assert again.best[0].step_s == pytest.approx(chosen.detail["foreseen_s"])
 
 
 def test_settings_are_three_models_at_several_rates_and_numbers_of_ranks():
     assert len(main.SETTINGS) >= 12
-    for nouns in ({s.model for s in main.SETTINGS.values()}, {s.place for s in main.SETTINGS.values()}):
+    for nouns in ({s.name for s in main.SETTINGS.values()}, {s.place for s in main.SETTINGS.values()}):
         assert len(nouns) >= 3
     assert set(main.SHORT_CASES) < set(main.CASES)
 

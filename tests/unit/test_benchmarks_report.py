@@ -132,6 +132,7 @@ def losses(ratios):
         [
             record("bytelm", OURS, "fp32", MIB, [9.0, 9.0], "ours", **base),
             record("bytelm", OURS, "int8", MIB, [3.0, 3.0], "ours", loss_ratio=ratios, **detail),
+            record("bytelm", "DDP Gloo", "fp32", MIB, [9.0, 9.0], "peer", loss_ratio=[0.99, 1.005], **detail),
         ],
     )
 
@@ -139,7 +140,8 @@ def losses(ratios):
 def test_a_loss_is_judged_by_its_mean_and_too_few_seeds_are_told():
     met = bar({"convergence": losses([1.02, 0.99, 1.0, 1.0, 1.0])}, "bytelm, int8")
     assert met.met
-    assert met.remark == "5 seeds: 0.9900 to 1.0200"
+    chance = "DDP in fp32, which differs by rounding: 0.9900 to 1.0050"
+    assert met.remark == f"5 seeds: 0.9900 to 1.0200; {chance}"
     missed = bar({"convergence": losses([1.02, 1.01])}, "bytelm, int8")
     assert missed.met is False
     assert "2 seeds, not 5" in missed.remark
