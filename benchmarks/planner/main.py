@@ -19,6 +19,7 @@ import torch
 
 from benchmarks import conductor
 from benchmarks.conductor import Place, Session
+from benchmarks.planner import large
 from benchmarks.planner.candidates import candidates, name_of
 from benchmarks.planner.contestants import Runs
 from benchmarks.planner.models import COMPUTING, WAITING, Model
@@ -73,7 +74,9 @@ SHORT_CASES = [
 
 
 def measure(session: Session) -> list[Record]:
-    """One setting, on each of its ranks."""
+    """One setting, on each of its ranks; or planning alone, on one."""
+    if session.case == large.CASE:
+        return [large.measure(session.short)]
     world, setting = session.world, SETTINGS[session.case]
     batch_size = setting.model.batch_size
     settings = Settings(

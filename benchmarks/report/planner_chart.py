@@ -21,9 +21,10 @@ def draw(results: Results) -> Any:
         1, 2, figsize=(14, 1.8 + 0.36 * max(8, len(rows))), layout="constrained", width_ratios=[3, 2]
     )
     _beside_the_best(left, rows)
-    _foreseen(right, results.records)
+    measured = [r for _, own in rows for r in own]
+    _foreseen(right, measured)
     figure.suptitle("Training steps: every grid, and the planner's choice", fontweight="bold")
-    stages = sorted({r.detail["stages"] for r in results.records})
+    stages = sorted({r.detail["stages"] for r in measured})
     handles = [_dot(_COLOURS.get(number, _OTHER), f"{number} stage{'s' * (number > 1)}") for number in stages]
     handles.append(
         Line2D([], [], marker="o", color="none", markeredgecolor="black", markersize=11, label="chosen")

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import default_collate
 
 from benchmarks.pipeline import waits
-from benchmarks.planner import contestants, main
+from benchmarks.planner import contestants, large, main
 from benchmarks.planner.candidates import candidates, name_of
 from benchmarks.planner.contestants import Runs
 from benchmarks.planner.models import COMPUTING, WAITING, Model, Perceptron, Waits
@@ -193,7 +193,7 @@ def results(*parts):
 
 
 def bar(found):
-    (one,) = planner.bars(found)
+    _, one = planner.bars(found)
     return one
 
 
@@ -232,3 +232,12 @@ def test_it_is_drawn_however_far_off_a_candidate_is(tmp_path):
 
     assert draw(results(setting("x", 1.0, a=40.0)), tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+def test_planning_itself_is_one_record_that_is_no_setting():
+    made = large.measure(short=True)
+    found = Results("planner", True, [made], [], FACTS)
+    first, second = planner.bars(found)
+    assert (first.value, first.met) == (made.median_s, made.median_s < 10)
+    assert second.value is None
+    assert list(planner.settings(found)) == []

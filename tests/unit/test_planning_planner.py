@@ -5,8 +5,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from profiles import even_layers, transformer
+from profiles import even_layers
 
+from benchmarks.planner.large import transformer
 from hpc_train.comm.interface import Wire
 from hpc_train.errors import UserError
 from hpc_train.grid import Grid

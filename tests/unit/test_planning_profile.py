@@ -1,8 +1,8 @@
 """A profile: its lines, and its file."""
 
 import pytest
-from profiles import transformer
 
+from benchmarks.planner.large import transformer
 from hpc_train.errors import UserError
 from hpc_train.planning.profile import LayerProfile, Line, Profile, check_profile, read_profile
 

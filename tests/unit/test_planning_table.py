@@ -1,7 +1,6 @@
 """A plan as text."""
 
-from profiles import transformer
-
+from benchmarks.planner.large import transformer
 from hpc_train.comm.interface import Wire
 from hpc_train.planning.choice import Candidate
 from hpc_train.planning.cluster import Cluster
