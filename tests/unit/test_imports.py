@@ -180,3 +180,9 @@ def test_a_file_says_its_duty_and_can_be_read_in_one_go(name):
     assert not text or docstring(name).split("\n")[0].strip()
     assert len(text.splitlines()) <= 400
     assert not {"utils", "manager", "helper", "helpers"} & set(name.split("."))
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.parent.glob("benchmarks/*/*.py")), ids=lambda path: path.stem)
+def test_no_file_beside_a_script_hides_a_standard_module(path):
+    # A script's directory comes first on sys.path: a profile.py there would be what `import profile` finds.
+    assert path.stem not in sys.stdlib_module_names
