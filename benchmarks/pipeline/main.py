@@ -19,9 +19,9 @@ from benchmarks import conductor
 from benchmarks.conductor import Place, Session
 from benchmarks.peers.gloo import start_default_group
 from benchmarks.peers.torch_pipelining import OWN, RUNTIME
+from benchmarks.pipeline.alone import Times, known, measured
 from benchmarks.pipeline.contestants import ONE_RANK, Contest, link_of
 from benchmarks.pipeline.models import Model, computing, waiting
-from benchmarks.pipeline.alone import Times, known, measured
 from benchmarks.pipeline.waits import Seconds
 from benchmarks.records import OURS, Record, Role, record
 from hpc_train.bench.turns import Contestant, rounds_within, take_turns, try_once

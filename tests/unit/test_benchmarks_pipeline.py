@@ -5,8 +5,8 @@ import torch
 
 from benchmarks.peers.torch_pipelining import in_halves
 from benchmarks.pipeline import waits
-from benchmarks.pipeline.models import loss, waiting
 from benchmarks.pipeline.alone import known
+from benchmarks.pipeline.models import loss, waiting
 from benchmarks.pipeline.waits import Seconds, Waiting, waiting_product
 from benchmarks.records import OURS, Results, record, with_ratios
 from benchmarks.report import pipelines
