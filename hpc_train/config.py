@@ -118,8 +118,8 @@ class GradientSettings(Section):
     wire: WireName = "fp32"
     error_feedback: bool | Literal["auto"] = "auto"  # auto: for int8 and powersgd
     compression: Literal["none", "powersgd"] = "none"
-    powersgd_rank: PositiveInt = 4
-    powersgd_warm_up_steps: NonNegativeInt = 10  # steps that send whole gradients first
+    powersgd_rank: PositiveInt = 16
+    powersgd_warm_up_steps: NonNegativeInt = 100  # steps that send whole gradients first
     bucket_bytes: Bytes = 4 * 2**20
     overlap: bool = True  # sum in a thread while backward runs
     local_steps: PositiveInt = 1  # H > 1: no gradient sums; parameters are averaged every H steps

@@ -24,7 +24,7 @@ from hpc_train.training.worker import Worker
 
 Batch = tuple[Tensor, Tensor]
 POWERSGD = "powersgd"
-POWERSGD_RANK = 4
+POWERSGD_RANK = 16  # the default
 POWERSGD_WARM_UP_STEPS = 2  # the least that DDP's hook takes; they send whole gradients
 # The hook's sums of two buckets begin in any order, another one on each rank, and Gloo mixes them up.
 _ONE_BUCKET_MB = 1_000

@@ -35,7 +35,7 @@ class Compression:
     int8 = Wire.INT8
 
     @staticmethod
-    def powersgd(rank: int = 4, warm_up_steps: int = 10) -> PowerSGD:
+    def powersgd(rank: int = 16, warm_up_steps: int = 100) -> PowerSGD:
         """Products of thin matrices, for slow networks: see gradients/powersgd.py.
 
         The first `warm_up_steps` steps send whole gradients.

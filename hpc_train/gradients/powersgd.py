@@ -36,8 +36,8 @@ class PowerSGD:
     `seed`: of the first Q's.
     """
 
-    rank: int = 4
-    warm_up_steps: int = 10
+    rank: int = 16
+    warm_up_steps: int = 100
     wire: Wire = Wire.FP32
     feedback: bool = True
     seed: int = 0

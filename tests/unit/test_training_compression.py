@@ -25,7 +25,7 @@ INT8 = {"wire": "int8"}
         ({"wire": "int8"}, Whole(Wire.INT8, feedback=True)),
         ({"wire": "int8", "error_feedback": False}, Whole(Wire.INT8)),
         ({"wire": "bf16", "error_feedback": True}, Whole(Wire.BF16, feedback=True)),
-        ({"compression": "powersgd"}, PowerSGD(4, 10, Wire.FP32, True, 7)),
+        ({"compression": "powersgd"}, PowerSGD(16, 100, Wire.FP32, True, 7)),
         (
             {"wire": "fp16", "error_feedback": False, **POWERSGD},
             PowerSGD(2, 0, Wire.FP16, False, 7),
