@@ -55,7 +55,11 @@ def test_translation(stop_signal, sent, passed_on):
 def test_signals_reach_the_process(tmp_path, sent, passed_on):
     out = tmp_path / "came"
     line = Line((sys.executable, "-c", ECHO, str(out), *sent.split()))
-    returncode = launcher.run(line, signal.SIGUSR2)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, by all children too
+    try:
+        returncode = launcher.run(line, signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert out.read_text().split() == passed_on.split()
     assert returncode == (130 if "SIGINT" in sent else 0)
 
