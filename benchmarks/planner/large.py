@@ -34,7 +34,9 @@ def measure(short: bool) -> Record:
     )
 
 
-def transformer(num_layers=96, hidden=4096, sequence=2048, flops=150e12):
+def transformer(
+    num_layers: int = 96, hidden: int = 4096, sequence: int = 2048, flops: float = 150e12
+) -> Profile:
     """Embedding, blocks and head, about as they are on a fast GPU; the embedding is tied to the head."""
     embedding_bytes = 50_000 * hidden * 4
     block_s = 24 * hidden**2 * sequence / flops

@@ -65,11 +65,12 @@ SETTINGS = {
     for name, model in models.items()
     for setting in [Setting(name, model, Place(hosts, ranks, rate))]
 }
-CASES = {case: setting.place for case, setting in SETTINGS.items()}
+CASES = {case: setting.place for case, setting in SETTINGS.items()} | {large.CASE: Place(1, 1)}
 SHORT_CASES = [
     "transformer, 2 hosts x 1 rank, 1000 Mbit/s",
     "perceptron, 4 hosts x 1 rank, 100 Mbit/s",
     "convolutions, 2 hosts x 2 ranks, 100 Mbit/s",
+    large.CASE,
 ]
 
 

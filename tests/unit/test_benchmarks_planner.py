@@ -235,6 +235,7 @@ def test_it_is_drawn_however_far_off_a_candidate_is(tmp_path):
 
 
 def test_planning_itself_is_one_record_that_is_no_setting():
+    assert {large.CASE} <= set(main.SHORT_CASES) < set(main.CASES)
     made = large.measure(short=True)
     found = Results("planner", True, [made], [], FACTS)
     first, second = planner.bars(found)
