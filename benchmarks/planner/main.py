@@ -37,7 +37,7 @@ PLACES = [  # two ranks compute, four wait: there are two cores
     (WAITING, 4, 1, (100, 400)),
     (WAITING, 2, 2, (100, 400)),
 ]
-_SECONDS = {False: 30.0, True: 12.0}  # --short or not
+_SECONDS = {False: 30.0, True: 8.0}  # --short or not
 _ROUNDS = {False: (5, 40), True: (3, 10)}
 _TURN_S = 0.15  # a turn is of several steps where one is much shorter,
 _MOST_CALLS = 4

@@ -42,7 +42,7 @@ _WIRES = ("fp32", "fp16", "bf16", "int8", POWERSGD)
 _SHORT_WIRES = ("fp32", "fp16", "int8", POWERSGD)
 _CYCLES_MS = (1.0, 5.0)  # of Horovod; 1 is its default
 _NUM_BATCHES = 4
-_SECONDS = {False: 360.0, True: 80.0}  # --short or not
+_SECONDS = {False: 360.0, True: 50.0}  # --short or not
 _ROUNDS = {False: (5, 40), True: (3, 10)}
 _COPIES_OF_A_MODEL = 4.5  # weights, gradients, two of AdamW, and something for residuals and buffers
 

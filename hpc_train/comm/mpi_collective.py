@@ -26,6 +26,7 @@ from hpc_train.comm.routes import Hosts, direct, halving
 _FLOAT_BYTES = 4
 _SUM = "a sum of gradients"
 _FEW_VALUES = 2048  # a message's latency is all that they cost
+_SHORT_VALUES = 2**14  # latency may cost more than 32 bits instead of 16 or 8
 _MEASURED_VALUES = 2**18  # longer sums go at the same speed
 EAGER_SEGMENTS = 8  # with fewer, too little is added up while messages are under way
 LONG_BYTES = 2**20
@@ -74,7 +75,9 @@ class MpiCollective(RoutedCollective):
         """
         if self.size == 1 or not numel or len(self._hosts.members) == 1:
             return ""
-        ways = self._ways if wire.lossy else {**self._ways, self._library: self._sum_by_library}
+        ways = dict(self._ways)
+        if not wire.lossy or numel <= _SHORT_VALUES:
+            ways[self._library] = self._sum_by_library
         buffer = self.allocate(min(numel, _MEASURED_VALUES))
         seconds = measure(ways, buffer, wire, self.max)
         self._choices.put(wire, numel, choose(seconds))
