@@ -134,6 +134,10 @@ def plan(
         str | None, typer.Option(help="Of a host's line: 25GB/s, 200Mbit/s.", show_default=False)
     ] = None,
     latency: Annotated[str | None, typer.Option(help="Between hosts: 2us.", show_default=False)] = None,
+    overhead: Annotated[
+        str | None,
+        typer.Option(help="A rank's own time for a message it sends or takes: 50us.", show_default=False),
+    ] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Layers' times; measured here if not given.", show_default=False)
     ] = None,
@@ -154,14 +158,26 @@ def plan(
     from hpc_train.training.preview import preview
 
     settings, task = _load(config, overrides)
-    described = (ranks_per_host, memory, bandwidth_host, bandwidth, latency, profile, save_profile, write)
+    described = (
+        ranks_per_host,
+        memory,
+        bandwidth_host,
+        bandwidth,
+        latency,
+        overhead,
+        profile,
+        save_profile,
+        write,
+    )
     if not settings.grid.auto and not any(described):
         print(preview(settings, task, ranks, picture))  # noqa: T201
         return
     from hpc_train.planning.cluster import Cluster
     from hpc_train.training.foresee import foresee
 
-    cluster = Cluster.read(ranks, ranks_per_host, memory, bandwidth_host, bandwidth, latency)
+    cluster = Cluster.read(
+        ranks, ranks_per_host, memory, bandwidth_host, bandwidth, latency, overhead=overhead
+    )
     print(foresee(settings, task, cluster, profile, save_profile, write, picture))  # noqa: T201
 
 

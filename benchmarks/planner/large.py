@@ -5,7 +5,7 @@ import time
 from benchmarks.records import Record, record
 from hpc_train.planning.cluster import Cluster
 from hpc_train.planning.planner import plan
-from hpc_train.planning.profile import LayerProfile, Line, Profile
+from hpc_train.planning.profile import Curve, LayerProfile, Profile
 
 CASE = "planning for 1024 ranks, 96 layers"
 _BATCH_SIZE = 1536
@@ -42,8 +42,8 @@ def transformer(
     block_s = 24 * hidden**2 * sequence / flops
 
     def layer(title, shares, activation_bytes, output_bytes, **more):
-        lines = [Line(fixed_s=2e-5, sample_s=block_s * share) for share in shares]
-        forward, inputs, weight = lines
+        curves = [Curve.line(2e-5, block_s * share) for share in shares]
+        forward, inputs, weight = curves
         return LayerProfile(
             title=title,
             forward=forward,

@@ -30,7 +30,7 @@ from hpc_train.planning.choice import Candidate
 from hpc_train.planning.cluster import Cluster
 from hpc_train.planning.profile import Profile
 from hpc_train.tasks.task import Task
-from hpc_train.training import autoplan, network, profiling
+from hpc_train.training import autoplan
 
 PLACES = [  # two ranks compute, four wait: there are two cores
     (COMPUTING, 2, 1, (100, 1000)),
@@ -126,8 +126,7 @@ def _measured(session: Session, settings: Settings, task: Task) -> tuple[Profile
     """Layers and network as `autoplan.resolve` measures them, alike on all ranks."""
     world, device = session.world, torch.device("cpu")
     torch.set_num_threads(settings.train.threads)
-    profile, speed = autoplan.common_profile(profiling.measure(settings, task, device), world)
-    return profile, network.measure_cluster(world, device, speed)
+    return autoplan.measure_all(settings, task, world, device)
 
 
 def _timed(

@@ -66,7 +66,8 @@ def simulate(
         input_s: seconds of its backward for the input, I.
         weight_s: seconds of its backward for the weights, W; B takes I's and W's time.
         comm_s: seconds from the end of an action until what it sends is there, one value or one for each
-            boundary between chunks c and c + 1; computing goes on meanwhile. On one stage it is 0.
+            boundary between chunks c and c + 1; computing goes on meanwhile. On one stage it is 0. Down to
+            -`line_s` where a message is there before its line is free for the next one.
         activation_bytes: what a micro-batch's forward through a chunk keeps for its backward.
         line_s: seconds, beside `comm_s`, in which a message has its sender's line for itself: that stage's
             next one, wherever it goes, waits for it. One value, or one for each boundary.

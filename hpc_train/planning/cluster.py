@@ -19,6 +19,10 @@ class Cluster:
         bandwidth: bytes per second of a host's line to the others, each way; its ranks share it.
         latency_host_s: of a message within a host.
         latency_s: of a message between hosts.
+        burst_bytes: of a message between hosts that leave at once, if the line was idle: a token bucket.
+        overhead_s: of a rank's own time for each message that it sends or receives; with the latencies and
+            bandwidths this is the LogGP model (Alexandrov et al., SPAA 1995).
+        overlap_cost: seconds of computing that each second of sums beside it costs, 0 if they need no core.
         speeds: of each host, against the one that the profile was measured on; none: all 1.
     """
 
@@ -29,6 +33,9 @@ class Cluster:
     bandwidth: float = math.inf
     latency_host_s: float = 0.0
     latency_s: float = 0.0
+    burst_bytes: float = 0.0
+    overhead_s: float = 0.0
+    overlap_cost: float = 0.0
     speeds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -36,8 +43,9 @@ class Cluster:
         for noun in ("ranks", "ranks_per_host", "memory_bytes", "bandwidth_host", "bandwidth"):
             if not getattr(self, noun) > 0:
                 raise UserError(f"a cluster with {noun} {getattr(self, noun)}: give a number above 0")
-        if min(self.latency_host_s, self.latency_s) < 0:
-            raise UserError(f"a latency of {min(self.latency_host_s, self.latency_s)} s: give 0 or more")
+        for noun in ("latency_host_s", "latency_s", "burst_bytes", "overhead_s", "overlap_cost"):
+            if getattr(self, noun) < 0:
+                raise UserError(f"a cluster with {noun} {getattr(self, noun)}: give 0 or more")
         if self.speeds and (len(self.speeds) != self.hosts or not min(self.speeds) > 0):
             raise UserError(
                 f"{len(self.speeds)} speeds {list(self.speeds)[:4]} for {self.hosts} hosts: "
@@ -54,6 +62,7 @@ class Cluster:
         bandwidth: str | None = None,
         latency: str | None = None,
         latency_host: str | None = None,
+        overhead: str | None = None,
         speeds: tuple[float, ...] = (),
     ) -> "Cluster":
         """The cluster that options of `hpc-train plan` describe; what is left out has no limit or latency.
@@ -69,7 +78,8 @@ class Cluster:
             read_rate("--bandwidth", bandwidth) if bandwidth else math.inf,
             read_seconds("--latency-host", latency_host) if latency_host else 0.0,
             read_seconds("--latency", latency) if latency else 0.0,
-            speeds,
+            overhead_s=read_seconds("--overhead", overhead) if overhead else 0.0,
+            speeds=speeds,
         )
 
     @property

@@ -211,8 +211,12 @@ class Forecast:
             sample_bytes = (
                 self.profile.layers[ends[chunk] - 1].output_bytes * WIRE_SHARE[choice.pipeline_wire]
             )
-            latency_s.append(way.latency_s)
-            line_s.append(sample_bytes * choice.micro_batch / way.bytes_per_s)
+            latency_s.append(way.lag_s(sample_bytes * choice.micro_batch))
+            line_s.append(way.line_s(sample_bytes * choice.micro_batch))
+            if stage_of[chunk] != stage_of[chunk + 1]:
+                for times_s in (forward, inputs):  # which send a message and take one
+                    times_s[chunk] += self.cluster.overhead_s
+                    times_s[chunk + 1] += self.cluster.overhead_s
         return ChunkTimes(forward, inputs, weights, latency_s, line_s)
 
     def _bound_s(
@@ -224,6 +228,7 @@ class Forecast:
         whole = choice.schedule in _WHOLE_BACKWARDS
         moves = np.array([one != other for one, other in pairwise(stage_of)])
         line_s = np.array(times.line_s) * moves
+        least_lag_s = min([0.0, *times.latency_s])  # a message may be there before its line is free
         way_s = np.concatenate([[0.0], np.cumsum(line_s + np.array(times.latency_s) * moves)])
         down = inputs + weights if whole else inputs
         there_s = np.cumsum(forward) - forward + way_s  # before a chunk can begin
@@ -240,7 +245,7 @@ class Forecast:
         for stage in range(choice.stages):
             first = stage_of.index(stage)  # its lowest chunk
             end_s = there_s[first] + micro_batches * work_s[stage] + (back_s[first] if whole else 0.0)
-            sent_s = there_s[first] + forward[first] + micro_batches * sending_s[stage]
+            sent_s = there_s[first] + forward[first] + micro_batches * sending_s[stage] + least_lag_s
             pipeline_s = max(pipeline_s, float(end_s), float(sent_s))
         earliest_s = there_s + micro_batches * work - (inputs + weights)
         return max(pipeline_s, sums.least_s(earliest_s.tolist())) + sums.finish_s

@@ -19,10 +19,28 @@ from hpc_train.planning.cluster import Cluster
 
 
 class Way(NamedTuple):
-    """From one stage to another: the latency, and the bytes per second that a message gets."""
+    """From one stage to another.
+
+    `bytes_per_s`: of a line, which `senders` ranks use at the same time.
+    """
 
     latency_s: float
     bytes_per_s: float
+    senders: float = 1.0
+    burst_bytes: float = 0.0
+
+    def line_s(self, num_bytes: float) -> float:
+        """How long the line is busy with a message of each sender."""
+        return num_bytes * self.senders / self.bytes_per_s
+
+    def lag_s(self, num_bytes: float) -> float:
+        """From when the line is free again until the message is there.
+
+        Less than 0 where others' messages come after it, of which on average half do, or where the first
+        bytes leave in a burst.
+        """
+        later = num_bytes * (self.senders - 1) / 2
+        return self.latency_s - (later + min(num_bytes, self.burst_bytes)) / self.bytes_per_s
 
 
 class Summing(NamedTuple):
@@ -79,7 +97,7 @@ class Placement:
         if not crossing.any():
             return Way(self.cluster.latency_host_s, self.cluster.bandwidth_host)
         leaving = np.maximum(self._leaving, crossing)[crossing > 0].max()
-        return Way(self.cluster.latency_s, self.cluster.bandwidth / float(leaving))
+        return Way(self.cluster.latency_s, self.cluster.bandwidth, float(leaving), self.cluster.burst_bytes)
 
     def summing(self, stage: int) -> Summing:
         """The replicas of a stage."""

@@ -3,41 +3,67 @@
 profile = read_profile("bytelm.profile.json")
 profile.layers[3].forward.seconds(8)      # of 8 samples
 
-Seconds are a straight line over the samples of a micro-batch: `fixed_s`, what a call costs, and `sample_s`.
+Seconds are straight lines between the numbers of samples that were measured.
 """
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError, field_validator
 
 from hpc_train.config import Section
 from hpc_train.errors import UserError
 
 
-class Line(Section):
-    """Seconds = `fixed_s` + `sample_s` * samples."""
+class Curve(Section):
+    """Seconds by the samples of a micro-batch: none without points, in proportion with one.
 
-    fixed_s: NonNegativeFloat = 0.0
-    sample_s: NonNegativeFloat = 0.0
+    Attributes:
+        points: (samples, seconds), by samples.
+    """
+
+    points: tuple[tuple[PositiveInt, NonNegativeFloat], ...] = ()
+
+    @field_validator("points")
+    @classmethod
+    def _in_order(cls, points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        samples = [point[0] for point in points]
+        if samples != sorted(set(samples)):
+            raise ValueError(f"samples {samples} do not rise")
+        return points
 
     def seconds(self, samples: float) -> float:
-        """Of one micro-batch of so many samples."""
-        return self.fixed_s + self.sample_s * samples
+        """Of one micro-batch of so many samples; beyond the points, on the line through the nearest two."""
+        if len(self.points) < 2:
+            return sum(seconds / at * samples for at, seconds in self.points)
+        after = min(max(1, bisect_left(self.points, (samples, 0.0))), len(self.points) - 1)
+        (few, few_s), (many, many_s) = self.points[after - 1 : after + 1]
+        on_line_s = few_s + (many_s - few_s) * (samples - few) / (many - few)
+        return max(on_line_s, few_s * samples / few) if samples < few else on_line_s
+
+    @property
+    def most_s(self) -> float:
+        """Of the largest micro-batch that was measured."""
+        return self.points[-1][1] if self.points else 0.0
 
     @classmethod
-    def through(cls, few: tuple[int, float], many: tuple[int, float]) -> "Line":
-        """The line through two measurements (samples, seconds) of different sizes.
+    def line(cls, fixed_s: float, sample_s: float) -> "Curve":
+        """What a call costs, and each sample."""
+        return cls(points=((1, fixed_s + sample_s), (2, fixed_s + 2 * sample_s)))
 
-        Where it would fall, or begin below 0, as it can from noise, it goes through the one with more
-        samples, which is measured better: level, or from 0.
+    @classmethod
+    def through(cls, measured: Sequence[tuple[int, float]]) -> "Curve":
+        """Measurements (samples, seconds), each of another size.
+
+        Where it would fall with more samples, as it can from noise, it is level: the larger micro-batch
+        is measured better.
         """
-        (few_samples, few_s), (many_samples, many_s) = sorted([few, many])
-        if few_samples == many_samples:
-            raise ValueError(f"two measurements of {few_samples} samples give no line")
-        sample_s = (many_s - few_s) / (many_samples - few_samples)
-        sample_s = min(max(0.0, sample_s), many_s / many_samples)
-        return cls(fixed_s=max(0.0, many_s - sample_s * many_samples), sample_s=sample_s)
+        points = sorted(measured)
+        for index in range(len(points) - 2, -1, -1):
+            samples, seconds = points[index]
+            points[index] = samples, min(seconds, points[index + 1][1])
+        return cls(points=tuple(points))
 
 
 class LayerProfile(Section):
@@ -56,14 +82,19 @@ class LayerProfile(Section):
     """
 
     title: str = ""
-    forward: Line = Line()
-    input: Line = Line()
-    weight: Line = Line()
+    forward: Curve = Curve()
+    input: Curve = Curve()
+    weight: Curve = Curve()
     activation_bytes: NonNegativeFloat = 0.0
     output_bytes: NonNegativeFloat = 0.0
     parameter_bytes: NonNegativeInt = 0
     frozen_bytes: NonNegativeInt = 0
     tied: Mapping[str, NonNegativeInt] = Field(default_factory=dict)
+
+    @property
+    def curves(self) -> tuple[Curve, Curve, Curve]:
+        """Forward, and backward for the input and for the weights."""
+        return self.forward, self.input, self.weight
 
     @property
     def trained_bytes(self) -> int:
@@ -123,9 +154,5 @@ def check_profile(profile: Profile, name: str = "the profile") -> None:
                 f"{name}: layer {index} has {layer.parameter_bytes} bytes of parameters, but "
                 f"{layer.frozen_bytes} frozen and {tied_bytes} tied: measure the profile again"
             )
-    if not any(line.sample_s + line.fixed_s for layer in profile.layers for line in _lines(layer)):
+    if not any(curve.most_s for layer in profile.layers for curve in layer.curves):
         raise UserError(f"{name}: all layers take 0 s: measure the profile again")
-
-
-def _lines(layer: LayerProfile) -> tuple[Line, Line, Line]:
-    return layer.forward, layer.input, layer.weight

@@ -6,22 +6,27 @@ pipeline.recompute=auto    activations are computed again only where they do not
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from hpc_train.comm.interface import Wire, World
 from hpc_train.config import Settings, changed
+from hpc_train.grid import Grid
 from hpc_train.launch.binding import choose_device, choose_threads
 from hpc_train.planning.choice import settings_of
+from hpc_train.planning.cluster import Cluster
 from hpc_train.planning.options import Options
 from hpc_train.planning.planner import Planned, plan
-from hpc_train.planning.profile import LayerProfile, Line, Profile
+from hpc_train.planning.profile import Curve, Profile
 from hpc_train.planning.table import table
 from hpc_train.tasks.task import Task
 from hpc_train.training.layout import find_schedule, make_grid, split_layers
-from hpc_train.training.network import measure_cluster
+from hpc_train.training.network import measure_cluster, measure_overlap_cost
 from hpc_train.training.profiling import measure
+
+_SAME_SPEED = 0.1  # a rank within so much of the others is as fast as they: measurements differ by that
 
 
 def is_open(settings: Settings) -> bool:
@@ -83,13 +88,34 @@ def resolve(settings: Settings, task: Task, world: World, note: Callable[[str], 
     device = choose_device(settings.train.device, world.local_rank)
     if world.rank == 0:
         note("measuring layers and network to choose what the settings leave open")
-    profile, speed = common_profile(measure(settings, task, device), world)
-    cluster = measure_cluster(world, device, speed)
+    profile, cluster = measure_all(settings, task, world, device)
     planned = plan(profile, cluster, settings.batch.size, options_of(settings, split))  # alike on all ranks
     if world.rank == 0:
         for line in table(planned).splitlines():
             note(line)
     return chosen(settings, planned)
+
+
+def measure_all(
+    settings: Settings, task: Task, world: World, device: torch.device
+) -> tuple[Profile, Cluster]:
+    """Layers and network, as all ranks have measured them together."""
+    profile, speed = common_profile(measure(settings, task, device), world)
+    cluster = measure_cluster(world, device, speed)
+    if not settings.gradients.overlap:
+        return profile, cluster
+    collective = world.collective(Grid(world.size, 1), device)
+    batch = settings.batch.model_copy(update={"micro_batch": settings.batch.micro_batch})
+    given = settings.model_copy(update={"batch": batch})  # one that is given has fewer sizes to measure
+
+    def work_s() -> float:
+        return sum(curve.most_s for layer in measure(given, task, device).layers for curve in layer.curves)
+
+    trained_bytes = sum(layer.trained_bytes for layer in profile.layers)
+    numel = max(1, min(settings.gradients.bucket_bytes, trained_bytes) // 4)
+    cost = measure_overlap_cost(collective, Wire(settings.gradients.wire), numel, work_s)
+    collective.close()
+    return profile, replace(cluster, overlap_cost=cost)
 
 
 def chosen(settings: Settings, planned: Planned) -> Settings:
@@ -106,23 +132,27 @@ def common_profile(mine: Profile, world: World) -> tuple[Profile, float]:
         Profile.model_validate_json(data) for data in world.control.all_gather(mine.to_json().encode())
     ]
 
-    def median(layers: Sequence[LayerProfile], name: str) -> Line:
-        lines = [getattr(layer, name) for layer in layers]
-        return Line(
-            fixed_s=statistics.median(line.fixed_s for line in lines),
-            sample_s=statistics.median(line.sample_s for line in lines),
-        )
+    def median(curves: Sequence[Curve]) -> Curve:
+        measured = [dict(curve.points) for curve in curves]
+        sizes = set.intersection(*map(set, measured))  # a slow rank leaves out the largest
+        return Curve.through([(size, statistics.median(at[size] for at in measured)) for size in sizes])
 
+    names = ("forward", "input", "weight")
     layers = tuple(
-        same[0].model_copy(update={name: median(same, name) for name in ("forward", "input", "weight")})
+        same[0].model_copy(update={name: median([getattr(layer, name) for layer in same]) for name in names})
         for same in zip(*(profile.layers for profile in profiles), strict=True)
     )
     update_s = statistics.median(profile.optimizer_s_a_byte for profile in profiles)
     common = profiles[0].model_copy(update={"layers": layers, "optimizer_s_a_byte": update_s})
-    return common, _total_s(common) / max(_total_s(mine), 1e-12)
+    speed = _total_s(common, common) / max(_total_s(mine, common), 1e-12)
+    return common, 1.0 if abs(speed - 1) < _SAME_SPEED else speed
 
 
-def _total_s(profile: Profile) -> float:
-    """Of one sample through all layers and back."""
-    lines = [line for layer in profile.layers for line in (layer.forward, layer.input, layer.weight)]
-    return sum(line.seconds(1) for line in lines)
+def _total_s(profile: Profile, common: Profile) -> float:
+    """Of the largest micro-batch that all have measured, through all layers and back."""
+    return sum(
+        curve.seconds(at.points[-1][0])
+        for layer, same in zip(profile.layers, common.layers, strict=True)
+        for curve, at in zip(layer.curves, same.curves, strict=True)
+        if at.points
+    )

@@ -1,27 +1,34 @@
 """Measures what the planner must know of a job's hosts: lines, latencies, memory; all ranks together."""
 
 import json
+import math
 import statistics
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import psutil
 import torch
 
-from hpc_train.comm.interface import PeerLink, World
+from hpc_train.comm.interface import Collective, PeerLink, Wire, World
 from hpc_train.grid import Grid
+from hpc_train.pipeline.messages import Outbox, receive_message
 from hpc_train.planning.cluster import Cluster
 
-_SMALL_BYTES, _LARGE_BYTES = 8, 2**22
+_SMALL_BYTES, _MEDIUM_BYTES, _LARGE_BYTES = 8, 2**18, 2**22
 _REPEATS = 3
+_PAUSE_S = 5e-3  # a stage waits so long for a message, or longer
+_PATIENT_REPEATS = 8
 
 
 def measure_cluster(world: World, device: torch.device, speed: float = 1.0) -> Cluster:
     """The hosts of this job, as they are while all ranks are at work.
 
     Within each host its first two ranks exchange messages; between hosts the first rank of each sends to the
-    next host's, all at once.
+    next host's, all at once. Then two by two answer each other, after a pause, as stages do.
 
     Args:
         world: all ranks.
@@ -31,30 +38,96 @@ def measure_cluster(world: World, device: torch.device, speed: float = 1.0) -> C
     link = world.peer_link(Grid(1, world.size))
     hosts = [data.decode() for data in world.control.all_gather(world.host.encode())]
     leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
-    seconds = {}
-    for name, groups in (("inside", _inside(hosts)), ("between", [leaders] if len(leaders) > 1 else [])):
-        for size in (_SMALL_BYTES, _LARGE_BYTES):
-            mine = next((group for group in groups if world.rank in group), None)
+    lines = {}
+    for name, groups in (("_host", _inside(hosts)), ("", [leaders] if len(leaders) > 1 else [])):
+        mine = next((group for group in groups if world.rank in group), [])
+        spans = []
+        for way, size in (
+            (_ring, _SMALL_BYTES),
+            (_ring, _LARGE_BYTES),
+            (_answer, _SMALL_BYTES),
+            (_answer, _MEDIUM_BYTES),
+        ):
             world.control.barrier()
-            seconds[name, size] = _ring(link, mine, world.rank, size) if mine else None
-    told = json.dumps([seconds[key] for key in sorted(seconds)] + [_memory(world, device), speed])
+            spans.append(way(link, mine, world.rank, size) if mine else None)
+        lines[name] = _Line.of(world.control.all_gather(json.dumps(spans).encode()))
+    told = json.dumps([_memory(world, device), speed])
     rows = [json.loads(data) for data in world.control.all_gather(told.encode())]
-    between_small, between_large, inside_small, inside_large, memory, _ = (
-        [value for value in column if value is not None] for column in zip(*rows, strict=True)
-    )
     sizes = Counter(hosts)
     speeds = [
         statistics.median(row[-1] for row, at in zip(rows, hosts, strict=True) if at == host)
         for host in sizes
     ]
+    inside, between = lines["_host"], lines[""]
     return Cluster(
         ranks=world.size,
         ranks_per_host=max(sizes.values()),
-        memory_bytes=min(memory),
-        **_line("", between_small, between_large),
-        **_line("_host", inside_small, inside_large),
+        memory_bytes=min(row[0] for row in rows),
+        bandwidth_host=inside.bandwidth,
+        bandwidth=between.bandwidth,
+        latency_host_s=inside.latency_s,
+        latency_s=between.latency_s,
+        burst_bytes=between.burst_bytes,
+        overhead_s=max(inside.overhead_s, between.overhead_s),
         speeds=tuple(speeds) if len(sizes) > 1 and min(sizes.values()) == max(sizes.values()) else (),
     )
+
+
+def measure_overlap_cost(
+    collective: Collective, wire: Wire, numel: int, work_s: Callable[[], float]
+) -> float:
+    """Seconds of computing that each second of sums beside it costs.
+
+    Sums go on in a thread, as beside a backward. They may need the cores that compute, which then lose up to
+    all that they could have gained; they need none where hosts have cores to spare or the device computes.
+
+    Args:
+        collective: of all ranks, each a replica.
+        wire: of the sums.
+        numel: values of a bucket.
+        work_s: computes, always the same, and tells how long that took.
+    """
+    if collective.size == 1 or not collective.threaded:
+        return 0.0
+    alone_s = work_s()
+    buffer = collective.allocate(numel)
+    busy = threading.Event()
+    busy.set()
+
+    def sums() -> None:
+        while collective.max(float(busy.is_set())):  # until all ranks have measured
+            collective.sum_(buffer, wire)
+
+    with ThreadPoolExecutor(1) as pool:
+        summing = pool.submit(sums)
+        try:
+            beside_s = work_s()
+        finally:
+            busy.clear()
+        summing.result()
+    lost = max(0.0, 1 - alone_s / beside_s) if beside_s else 0.0
+    return collective.max(lost)
+
+
+class _Line(NamedTuple):
+    """One kind of line; nothing is known of one that is not there."""
+
+    latency_s: float = 0.0
+    bandwidth: float = math.inf
+    burst_bytes: float = 0.0
+    overhead_s: float = 0.0
+
+    @classmethod
+    def of(cls, told: Sequence[bytes]) -> "_Line":
+        """From what ranks have measured: medians of those that have."""
+        columns = zip(*(json.loads(data) for data in told), strict=True)
+        measured = [[seconds for seconds in column if seconds is not None] for column in columns]
+        if not measured[0]:
+            return cls()
+        latency_s, large_s, small_s, medium_s = map(statistics.median, measured)
+        bandwidth = _LARGE_BYTES / max(large_s - latency_s, 1e-9)
+        burst_bytes = _MEDIUM_BYTES - max(0.0, medium_s - small_s) * bandwidth
+        return cls(latency_s, bandwidth, max(0.0, burst_bytes), max(0.0, small_s - latency_s) / 2)
 
 
 def _inside(hosts: Sequence[str]) -> list[list[int]]:
@@ -79,13 +152,31 @@ def _ring(link: PeerLink, group: Sequence[int], rank: int, num_bytes: int) -> fl
     return statistics.median(spans[1:])
 
 
-def _line(suffix: str, small_s: Sequence[float], large_s: Sequence[float]) -> dict[str, float]:
-    """Latency and bandwidth of one kind of line; nothing is known of one that is not there."""
-    if not small_s:
-        return {}
-    latency_s = statistics.median(small_s)
-    transfer_s = max(statistics.median(large_s) - latency_s, 1e-9)
-    return {f"latency{suffix}_s": latency_s, f"bandwidth{suffix}": _LARGE_BYTES / transfer_s}
+def _answer(link: PeerLink, group: Sequence[int], rank: int, num_bytes: int) -> float | None:
+    """Median seconds of a message to one of the group that waits for it already; None for who is left over.
+
+    As between stages it has a header, and whoever has it pauses before the answer; a pause is told in it.
+    """
+    at = group.index(rank)
+    if at ^ 1 >= len(group):
+        return None
+    other, outbox = group[at ^ 1], Outbox(link)
+    value = torch.zeros(max(1, num_bytes // 4))
+    spans = []
+    for _ in range(1 + _PATIENT_REPEATS):
+        if at % 2:
+            receive_message(link, other, 0, Wire.FP32, value.device)
+        began = time.perf_counter()
+        time.sleep(_PAUSE_S)
+        paused_s = time.perf_counter() - began
+        outbox.wait_all()
+        value[0] = paused_s
+        outbox.send_message(value, other, 0)
+        if not at % 2:
+            answer = receive_message(link, other, 0, Wire.FP32, value.device)
+            spans.append((time.perf_counter() - began - paused_s - float(answer[0])) / 2)
+    outbox.wait_all()
+    return statistics.median(spans[1:]) if spans else None
 
 
 def _memory(world: World, device: torch.device) -> float:

@@ -6,7 +6,7 @@ two halves. Only one layer is built at a time, so that a model too large for one
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -23,12 +23,17 @@ from hpc_train.pipeline.boundary import enter, leave
 from hpc_train.pipeline.later import Later
 from hpc_train.pipeline.layers import LayerSpec, apply_layer, build_layer, find_ties
 from hpc_train.pipeline.values import put_together, take_apart, tensors_of
-from hpc_train.planning.profile import LayerProfile, Line, Profile
+from hpc_train.planning.profile import Curve, LayerProfile, Profile
 from hpc_train.tasks.task import Task
 from hpc_train.training.optimizer import make_optimizer
 
-_REPEATS = 3  # after one to warm up; the median counts
+_REPEATS = 3  # at least, after one to warm up; the median counts
+_MOST_REPEATS = 20
+_ENOUGH_S = 0.1  # of repeats: a machine that others use has slow moments
 _LONG_S = 1.0  # a layer that takes so long is measured once
+_GROW_BELOW_S = 0.1  # of a layer: one that takes longer is not measured with larger micro-batches
+_STEP = 4  # from one size to the next
+_MOST_SIZES = 5
 _OPTIMIZER_NUMBERS = 2**20
 
 
@@ -42,6 +47,11 @@ class _Measured:
     kept_bytes: int
     output: Any
     known: set[int]  # memory of the output that the layer keeps
+
+    @property
+    def total_s(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.input_s + self.weight_s
 
 
 @dataclass
@@ -61,10 +71,10 @@ def measure(
     source: str = "",
     progress: Callable[[str], None] = lambda line: None,
 ) -> Profile:
-    """The profile of a task's model, with micro-batches of the settings' size and of about a quarter of it.
+    """The profile of a task's model, for micro-batches of several sizes; see `_sizes`.
 
     Args:
-        settings: their `batch.micro_batch` and `optimizer` count.
+        settings: their `batch` and `optimizer` count.
         task: its first training samples are what the layers are run with.
         device: where.
         source: for people: what is measured on.
@@ -74,9 +84,7 @@ def measure(
     same form, is not measured again.
     """
     specs = task.layers()
-    size = settings.batch.micro_batch
-    few = max(min(size, 2), size // 4)  # BatchNorm refuses a single sample
-    flows = [_first(task, samples, device) for samples in (max(size, few + 1), few)]
+    flows = [_first(task, samples, device) for samples in _sizes(settings)]
     known: dict[Any, tuple[LayerProfile, list[_Measured]]] = {}
     layers = []
     for index, spec in enumerate(specs):
@@ -89,6 +97,7 @@ def measure(
             )
         profile, measured = known[key]
         layers.append(profile.model_copy(update={"title": spec.title or f"layer {index}"}))
+        del flows[len(measured) :]
         for flow, one in zip(flows, measured, strict=True):
             flow.value, flow.known = one.output, one.known
     per_byte, seconds = _measure_optimizer(settings.optimizer, device)
@@ -98,6 +107,17 @@ def measure(
         optimizer_s_a_byte=seconds,
         source=source,
     )
+
+
+def _sizes(settings: Settings) -> list[int]:
+    """That of the settings, and about a quarter; where it is left open more, up to the whole batch."""
+    batch = settings.batch
+    few = max(min(batch.micro_batch, 2), batch.micro_batch // _STEP)  # BatchNorm refuses a single sample
+    sizes = [few, max(batch.micro_batch, few + 1)]
+    is_open = "micro_batch" not in batch.model_fields_set
+    while is_open and len(sizes) < _MOST_SIZES and sizes[-1] * _STEP <= batch.size:
+        sizes.append(sizes[-1] * _STEP)
+    return sizes
 
 
 def _first(task: Task, samples: int, device: torch.device) -> _Flow:
@@ -132,23 +152,33 @@ def _measure_layer(
     spec: LayerSpec, index: int, seed: int, flows: Sequence[_Flow], loss: Any, device: torch.device
 ) -> tuple[LayerProfile, list[_Measured]]:
     layer = build_layer(spec, index, seed).to(device)
-    many, few = (_measure_flow(layer, flow, loss, device) for flow in flows)
-    sizes = [flow.samples for flow in flows]
+    measured: list[_Measured] = []
+    for flow in flows:
+        if len(measured) >= 2 and measured[-1].total_s > _GROW_BELOW_S:
+            break
+        try:
+            measured.append(_measure_flow(layer, flow, loss, device))
+        except torch.OutOfMemoryError:
+            if len(measured) < 2:
+                raise
+            break
+    sizes = [flow.samples for flow in flows[: len(measured)]]
+    most, most_samples = measured[-1], sizes[-1]
 
-    def line(of: Callable[[_Measured], float]) -> Line:
-        return Line.through((sizes[1], of(few)), (sizes[0], of(many)))
+    def curve(seconds: Iterable[float]) -> Curve:
+        return Curve.through(list(zip(sizes, seconds, strict=True)))
 
     parameters = list(layer.parameters())
     profile = LayerProfile(
-        forward=line(lambda one: one.forward_s),
-        input=line(lambda one: one.input_s),
-        weight=line(lambda one: one.weight_s),
-        activation_bytes=many.kept_bytes / sizes[0],
-        output_bytes=0 if loss else sum(map(_num_bytes, tensors_of(many.output))) / sizes[0],
+        forward=curve(one.forward_s for one in measured),
+        input=curve(one.input_s for one in measured),
+        weight=curve(one.weight_s for one in measured),
+        activation_bytes=most.kept_bytes / most_samples,
+        output_bytes=0 if loss else sum(map(_num_bytes, tensors_of(most.output))) / most_samples,
         parameter_bytes=sum(map(_num_bytes, parameters)),
         frozen_bytes=sum(_num_bytes(p) for p in parameters if not p.requires_grad),
     )
-    return profile, [many, few]
+    return profile, measured
 
 
 def _measure_flow(layer: nn.Module, flow: _Flow, loss: Any, device: torch.device) -> _Measured:
@@ -156,7 +186,9 @@ def _measure_flow(layer: nn.Module, flow: _Flow, loss: Any, device: torch.device
     parameters = [p for p in layer.parameters() if p.requires_grad]
     own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     times: list[tuple[float, float, float]] = []
-    while len(times) < 1 + _REPEATS:
+    while len(times) < 1 + _REPEATS or (
+        len(times) < 1 + _MOST_REPEATS and sum(map(sum, times[1:])) < _ENOUGH_S
+    ):
         kept: dict[int, int] = {}
         entered, doors = enter([t.detach() for t in tensors], [t.requires_grad for t in tensors])
         later = Later()
@@ -175,9 +207,8 @@ def _measure_flow(layer: nn.Module, flow: _Flow, loss: Any, device: torch.device
         layer.zero_grad(set_to_none=True)
         if sum(times[-1]) > _LONG_S:
             break
-    forward_s, input_s, weight_s = (
-        statistics.median(column) for column in zip(*times[-_REPEATS:], strict=True)
-    )
+    repeats = times[1:] or times
+    forward_s, input_s, weight_s = (statistics.median(column) for column in zip(*repeats, strict=True))
     counted = sum(size for memory, size in kept.items() if memory not in own and memory not in flow.known)
     result = output if loss is None else None
     known = set(kept) & {t.untyped_storage().data_ptr() for t in tensors_of(result)}

@@ -19,7 +19,7 @@ from hpc_train.config import Settings
 from hpc_train.planning.cluster import Cluster
 from hpc_train.planning.options import Options
 from hpc_train.planning.planner import plan
-from hpc_train.planning.profile import LayerProfile, Line, Profile
+from hpc_train.planning.profile import Curve, LayerProfile, Profile
 
 FACTS = {
     "command": ["python", "benchmarks/planner/main.py"],
@@ -30,7 +30,7 @@ FACTS = {
 
 def profile(parameter_bytes=0, output_bytes=0, layers=8):
     """Layers that take a millisecond a sample, three times, and 0.1 ms a call."""
-    line = Line(fixed_s=1e-4, sample_s=1e-3)
+    line = Curve.line(1e-4, 1e-3)
     layer = LayerProfile(
         forward=line, input=line, weight=line, output_bytes=output_bytes, parameter_bytes=parameter_bytes
     )

@@ -4,7 +4,7 @@ import numpy as np
 from profiles import even_layers
 
 from hpc_train.planning.memory import Memory, ties_of
-from hpc_train.planning.profile import LayerProfile, Line, Profile
+from hpc_train.planning.profile import Curve, LayerProfile, Profile
 from hpc_train.planning.timeline import Pipe, live
 
 # 10 bytes of parameters a layer: with gradients and two numbers of AdamW 40
@@ -34,13 +34,13 @@ def test_a_sharded_optimizer_and_a_residual():
 
 
 def test_frozen_parameters_have_neither_gradient_nor_state():
-    layer = LayerProfile(forward=Line(sample_s=1), parameter_bytes=10, frozen_bytes=4)
+    layer = LayerProfile(forward=Curve.line(0, 1), parameter_bytes=10, frozen_bytes=4)
     assert Memory(Profile(layers=[layer]), 1, "none").least_bytes(1) == 10 + 6 + 12
 
 
 def test_a_tie_is_one_parameter_on_a_stage_and_a_loan_between_stages():
-    tied = LayerProfile(forward=Line(sample_s=1), parameter_bytes=10, tied={"embedding": 10})
-    plain = LayerProfile(forward=Line(sample_s=1), parameter_bytes=1)
+    tied = LayerProfile(forward=Curve.line(0, 1), parameter_bytes=10, tied={"embedding": 10})
+    plain = LayerProfile(forward=Curve.line(0, 1), parameter_bytes=1)
     profile = Profile(layers=[tied, plain, tied, tied])
     assert [tie.layers for tie in ties_of(profile)] == [(0, 2, 3)]
     memory = Memory(profile, 1, "none")

@@ -7,7 +7,7 @@ import pytest
 from hpc_train.errors import UserError
 from hpc_train.grid import Grid
 from hpc_train.planning.cluster import Cluster
-from hpc_train.planning.placement import Placement, Summing
+from hpc_train.planning.placement import Placement, Summing, Way
 
 FOUR_HOSTS = Cluster(8, 2, bandwidth_host=1000.0, bandwidth=100.0, latency_host_s=1.0, latency_s=7.0)
 PAIRS = [(0, 1), (1, 2), (2, 3)]
@@ -26,8 +26,8 @@ def test_a_cluster_as_options_describe_it():
     [
         ((0, 1), "a cluster with ranks 0: give a number above 0"),
         ((4, 2, 1e9, 0.0), "a cluster with bandwidth_host 0.0"),
-        ((4, 2, 1e9, 1.0, 1.0, 0.0, -1.0), "a latency of -1.0 s: give 0 or more"),
-        ((4, 2, 1e9, 1.0, 1.0, 0.0, 0.0, (1.0,)), r"1 speeds \[1.0\] for 2 hosts"),
+        ((4, 2, 1e9, 1.0, 1.0, 0.0, -1.0), "a cluster with latency_s -1.0: give 0 or more"),
+        ((4, 2, 1e9, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, (1.0,)), r"1 speeds \[1.0\] for 2 hosts"),
     ],
 )
 def test_no_cluster(arguments, message):
@@ -38,8 +38,8 @@ def test_no_cluster(arguments, message):
 def test_stages_on_neighbouring_ranks():
     """Replica 0 on hosts a a b b, replica 1 on c c d d: one message leaves a host, all its sums do."""
     placement = Placement(Grid(2, 4, "stage"), FOUR_HOSTS, PAIRS)
-    assert placement.way(0, 1) == (1.0, 1000.0)
-    assert placement.way(1, 2) == (7.0, 100.0)
+    assert placement.way(0, 1) == Way(1.0, 1000.0)
+    assert placement.way(1, 2) == Way(7.0, 100.0)
     assert [placement.summing(stage) for stage in range(4)] == [Summing(2, 2, 1, 2)] * 4
     assert placement.host_bytes([10, 20, 30, 40], [(0, 1, 5), (1, 2, 7), (2, 3, 9)]) == 70 + 7
 
@@ -47,10 +47,22 @@ def test_stages_on_neighbouring_ranks():
 def test_replicas_on_neighbouring_ranks():
     """Host a has stage 0 of both replicas, and so on: two messages leave a host at a time, and no sum."""
     placement = Placement(Grid(2, 4, "replica"), FOUR_HOSTS, PAIRS)
-    assert [placement.way(*pair) for pair in PAIRS] == [(7.0, 50.0)] * 3
+    assert [placement.way(*pair) for pair in PAIRS] == [Way(7.0, 100.0, senders=2)] * 3
+    # 2 messages of 30 bytes: 0.6 s on the line; the one comes after 0.3 s, the other after 0.6 s
+    assert placement.way(0, 1).line_s(30) == pytest.approx(0.6)
+    assert placement.way(0, 1).lag_s(30) == pytest.approx(7.0 - 0.15)
     assert placement.summing(2) == Summing(2, 1, 2, 1)
     # the hosts between send activations of two replicas one way, and gradients the other
     assert placement.host_bytes([10, 20, 30, 40], [(0, 1, 5), (1, 2, 7), (2, 3, 9)]) == 2 * (7 + 9)
+
+
+def test_the_first_bytes_of_a_message_may_leave_in_a_burst():
+    """Of 50 bytes 20 go at once; the line is busy as long as ever."""
+    way = Placement(Grid(1, 4), Cluster(4, 1, bandwidth=10.0, latency_s=1.0, burst_bytes=20.0), PAIRS).way(
+        0, 1
+    )
+    assert (way.line_s(50), way.line_s(50) + way.lag_s(50)) == (5.0, 1.0 + 3.0)
+    assert way.line_s(10) + way.lag_s(10) == 1.0
 
 
 def test_a_stage_is_as_fast_as_its_slowest_replica():

@@ -17,7 +17,7 @@ from hpc_train.planning.choice import settings_of
 from hpc_train.planning.cluster import Cluster
 from hpc_train.planning.options import Options, choices, possible_stages
 from hpc_train.planning.planner import Search, plan
-from hpc_train.planning.profile import LayerProfile, Line, Profile
+from hpc_train.planning.profile import Curve, LayerProfile, Profile
 
 EVERY_WIRE = Options(wires=tuple(Wire), pipeline_wires=(Wire.FP32, Wire.BF16))
 SLOW = Cluster(8, 2, memory_bytes=6e9, bandwidth_host=5e9, bandwidth=2e8, latency_host_s=2e-6, latency_s=5e-5)
@@ -118,7 +118,7 @@ def test_less_memory_never_fits_more_and_is_never_faster():
 
 def test_layers_move_to_where_memory_is():
     """Stage 0 would keep two micro-batches of the layer with large activations: it gets fewer layers."""
-    layer = LayerProfile(forward=Line(sample_s=1), activation_bytes=10)
+    layer = LayerProfile(forward=Curve.line(0, 1), activation_bytes=10)
     profile = Profile(layers=[layer] * 6)
     options = Options(stages=(2,), schedules=("1f1b",), recompute=("none",), micro_batches=(1,))
     assert plan(profile, Cluster(2, 2, memory_bytes=60), 8, options).best[0].split == (3, 3)

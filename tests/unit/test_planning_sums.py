@@ -5,7 +5,7 @@ import pytest
 from hpc_train.comm.interface import Wire
 from hpc_train.comm.wire import encoded_bytes
 from hpc_train.planning.cluster import Cluster
-from hpc_train.planning.overlap import ChunkSum, Loan, Sums
+from hpc_train.planning.overlap import ChunkSum, Loan, Sums, buckets_of
 from hpc_train.planning.placement import Summing
 from hpc_train.planning.sums import WIRE_SHARE, half_seconds, sent_bytes, sum_seconds
 from hpc_train.planning.timeline import Timeline
@@ -52,32 +52,60 @@ def timeline(last_backward_s, ends_s):
 
 
 def ready_s(sums, *times):
-    return Sums(*sums, True, 0.0, 0.0, []).ready_s(timeline(*times))
+    return Sums(*sums, True, 0.0, 0.0, 0.0, []).ready_s(timeline(*times))
+
+
+def whole(chunk, seconds):
+    """One bucket, which is complete when the chunk's backward is."""
+    return ChunkSum(chunk, seconds, 1, 1.0, 1.0)
 
 
 def test_a_sum_begins_with_the_first_bucket_and_ends_after_the_last():
     """Backward from 8 to 10 completes 4 buckets: the first at 8.5, the last at 10."""
-    one = [[ChunkSum(0, 6.0, 4)]], []
+    one = [[ChunkSum(0, 6.0, 4, 0.25, 1.0)]], []
     assert ready_s(one, [(8.0, 10.0)], [10.0]) == 14.5
-    quick = [[ChunkSum(0, 0.4, 4)]], []
+    quick = [[ChunkSum(0, 0.4, 4, 0.25, 1.0)]], []
     assert ready_s(quick, [(8.0, 10.0)], [10.0]) == pytest.approx(10.1)
-    late = Sums([[ChunkSum(0, 6.0, 4)]], [], False, 0.0, 0.0, [])
+    late = Sums([[ChunkSum(0, 6.0, 4, 0.25, 1.0)]], [], False, 0.0, 0.0, 0.0, [])
     assert late.ready_s(timeline([(8.0, 10.0)], [10.0])) == 16
 
 
+def test_sums_that_need_the_cores_of_backward_make_it_longer():
+    """Of 6 s of sums 1.5 are beside backward, and cost it half as much."""
+    sums = Sums([[ChunkSum(0, 6.0, 4, 0.25, 1.0)]], [], True, 0.5, 0.0, 0.0, [])
+    assert sums.ready_s(timeline([(8.0, 10.0)], [10.0])) == pytest.approx(14.5 + 0.5 * 1.5)
+
+
+def test_a_bucket_that_a_chunk_leaves_open_waits_for_the_next_chunk():
+    """Buckets of 100 bytes; a stage holds chunks 2 and 0 of 60 bytes, or of 250 and 120."""
+    found = [
+        [sums_of_chunks([(2, 60.0), (0, 60.0)]), [(0, 120.0, 2, 40 / 60, 1.0)]],
+        [sums_of_chunks([(2, 250.0), (0, 120.0)]), [(2, 200.0, 2, 0.4, 0.8), (0, 170.0, 2, 50 / 120, 1.0)]],
+        [sums_of_chunks([(2, 20.0), (0, 30.0)]), [(0, 50.0, 1, 1.0, 1.0)]],
+        [sums_of_chunks([(2, 100.0), (0, 0.0)]), [(2, 100.0, 1, 1.0, 1.0)]],
+        [sums_of_chunks([(2, 0.0)]), []],
+    ]
+    for seen, expected in found:
+        assert seen == expected
+
+
+def sums_of_chunks(chunks):
+    return list(buckets_of(chunks, 100))
+
+
 def test_the_last_stage_sums_while_the_first_still_computes():
-    stages = [[ChunkSum(0, 1.0, 1)], [ChunkSum(1, 2.0, 1)]], []
+    stages = [[whole(0, 1.0)], [whole(1, 2.0)]], []
     assert ready_s(stages, [(8.0, 10.0), (5.0, 7.0)], [10.0, 7.0]) == 11
-    assert ready_s(([stages[0][0], [ChunkSum(1, 5.0, 1)]], []), [(8.0, 10.0), (5.0, 7.0)], [10.0, 7.0]) == 12
+    assert ready_s(([stages[0][0], [whole(1, 5.0)]], []), [(8.0, 10.0), (5.0, 7.0)], [10.0, 7.0]) == 12
 
 
 def test_a_stage_sums_its_later_layers_first():
     """Chunk 1 is complete at 9, and chunk 0, complete at 6, waits for its sum."""
-    stage = [[ChunkSum(1, 2.0, 1), ChunkSum(0, 3.0, 1)]], []
+    stage = [[whole(1, 2.0), whole(0, 3.0)]], []
     assert ready_s(stage, [(5.0, 6.0), (8.0, 9.0)], [9.0]) == 9 + 2 + 3
 
 
 def test_a_borrowed_parameter_is_summed_when_all_its_gradients_are_there():
-    sums = [[ChunkSum(0, 0.5, 1)], []], [Loan(owner=0, others=(1,), pass_s=3.0, sum_s=2.0)]
+    sums = [[whole(0, 0.5)], []], [Loan(owner=0, others=(1,), pass_s=3.0, sum_s=2.0)]
     assert ready_s(sums, [(8.0, 10.0), (5.0, 7.0)], [10.0, 7.0]) == 10 + 3 + 2
     assert ready_s(sums, [(8.0, 10.0), (5.0, 12.0)], [10.0, 12.0]) == 12 + 3 + 2

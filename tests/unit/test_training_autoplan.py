@@ -31,8 +31,7 @@ def planned_with(monkeypatch):
 
     def run(chosen, profile, ranks=1, **cluster):
         machines = Cluster(ranks, ranks, **cluster)
-        monkeypatch.setattr(autoplan, "measure", lambda *args: profile)
-        monkeypatch.setattr(autoplan, "measure_cluster", lambda *args: machines)
+        monkeypatch.setattr(autoplan, "measure_all", lambda *args: (profile, machines))
         told = [[] for _ in range(ranks)]
 
         def body(world):

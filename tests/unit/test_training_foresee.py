@@ -48,8 +48,8 @@ def refused(plan):
 @pytest.fixture
 def profile(tmp_path):
     """Layers that were measured elsewhere: five equal ones."""
-    line = {"fixed_s": 1e-5, "sample_s": 1e-4}
-    layer = {"forward": line, "input": line, "weight": line, "parameter_bytes": 4000}
+    curve = {"points": [[1, 11e-5], [2, 21e-5]]}
+    layer = {"forward": curve, "input": curve, "weight": curve, "parameter_bytes": 4000}
     layer |= {"activation_bytes": 1000, "output_bytes": 100}
     path = tmp_path / "five.json"
     path.write_text(json.dumps({"layers": [layer] * 5, "source": "five equal layers"}))
@@ -156,7 +156,7 @@ def test_a_file_that_cannot_be_written_is_one_line(refused, profile, option, nam
         ('{"layers": [{"forwrd": 1}]}', "layers.0.forwrd: "),
         ('{"layers": []}', "0 layers"),
         (
-            '{"layers": [{"forward": {"sample_s": 1}}]}',
+            '{"layers": [{"forward": {"points": [[1, 1]]}}]}',
             "broken.json is of 1 layer, but task regression has 5: measure it again",
         ),
     ],

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hpc_train.comm.interface import Wire
 from hpc_train.comm.loopback import run_ranks
+from hpc_train.grid import Grid
 from hpc_train.training import network
 
 CPU = torch.device("cpu")
@@ -80,6 +82,56 @@ def test_the_first_two_ranks_of_each_host_exchange_and_the_first_of_all_hosts(li
 def test_ranks_dealt_to_hosts_in_turn_are_found_where_they_are(lines):
     assert measured([0, 1, 0, 1]).ranks_per_host == 2
     assert {exchange[1:] for exchange in lines} == {(0, 2), (1, 3), (0, 1)}
+
+
+def test_a_rank_that_waits_for_long_tells_the_overhead_and_a_burst(monkeypatch, lines):
+    """A message is there 50 us later than the latency says, the same at both ends; 2^17 bytes go at once."""
+
+    def answer(link, group, rank, num_bytes):
+        if rank == group[1]:
+            return None  # only one of two has measured
+        latency_s, bandwidth = (1e-6, 8e9) if 1 in group or 3 in group else (2e-5, 1e9)
+        return latency_s + 5e-5 + max(0, num_bytes - 2**17) / bandwidth
+
+    monkeypatch.setattr(network, "_answer", answer)
+    cluster = measured([0, 0, 1, 1])
+    assert cluster.overhead_s == pytest.approx(2.5e-5)
+    assert cluster.burst_bytes == pytest.approx(2**17)
+
+
+def test_pauses_between_messages_do_not_count():
+    cluster = measured([0, 0, 1])
+    assert 0 <= cluster.overhead_s < network._PAUSE_S
+    assert 0 <= cluster.burst_bytes <= network._MEDIUM_BYTES
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_sums_beside_computing_cost_what_it_takes_longer(size):
+    """The ranks lose 20 %, 30 % and 40 %: the slowest counts."""
+
+    def body(world):
+        calls = []
+
+        def work_s():
+            calls.append(threading.active_count())
+            return [1.0, 1.0 / (0.8 - world.rank / 10)][len(calls) - 1]
+
+        collective = world.collective(Grid(world.size, 1), CPU)
+        return network.measure_overlap_cost(collective, Wire.FP32, 1000, work_s), len(calls)
+
+    expected = [(0.0, 0)] if size == 1 else [(pytest.approx(0.1 + size / 10), 2)] * size
+    assert run_ranks(size, body) == expected
+
+
+def test_work_that_fails_beside_sums_ends_them(monkeypatch):
+    def body(world):
+        seconds = iter([1.0])
+        collective = world.collective(Grid(world.size, 1), CPU)
+        with pytest.raises(StopIteration):
+            network.measure_overlap_cost(collective, Wire.FP32, 1000, lambda: next(seconds))
+        return True
+
+    assert run_ranks(2, body) == [True, True]
 
 
 def test_a_large_message_that_seems_faster_than_a_small_one_still_gives_a_bandwidth(monkeypatch):

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from hpc_train.config import Settings
 from hpc_train.pipeline.layers import LayerSpec
-from hpc_train.planning.profile import Line, check_profile, read_profile
+from hpc_train.planning.profile import check_profile, read_profile
 from hpc_train.tasks.bytelm import ByteLM
 from hpc_train.tasks.task import Task
 from hpc_train.tasks.translate import Translate
@@ -139,7 +139,7 @@ def test_layers_without_parameters_and_whole_numbers_as_inputs():
     task = Layers(OneHot, partial(nn.Linear, 5, 1), nn.Tanh, inputs=torch.arange(5))
     one_hot, linear, tanh = measure(task).layers
     assert (one_hot.parameter_bytes, one_hot.activation_bytes, one_hot.output_bytes) == (0, 0, FLOAT * 5)
-    assert one_hot.input == one_hot.weight == Line()  # nobody waits for a gradient
+    assert one_hot.input.most_s == one_hot.weight.most_s == 0  # nobody waits for a gradient
     assert linear.activation_bytes == FLOAT * 5
     assert (tanh.parameter_bytes, tanh.activation_bytes) == (0, 2 * FLOAT)  # its output, and the error
 
@@ -207,22 +207,40 @@ def test_a_profile_survives_its_file(tmp_path):
     assert read_profile(tmp_path / "a.json") == profile
 
 
-def test_times_are_lines_through_both_sizes_without_the_first_repetition(clock):
+def test_times_are_those_of_each_size_without_the_first_repetition(clock):
     slow = [(0.3, 0.3, 0.3)]  # what the first call costs
-    clock(*slow, *[(0.08, 0.16, 0.24)] * 3, *slow, *[(0.02, 0.04, 0.06)] * 3)
+    clock(*slow, *[(0.02, 0.04, 0.06)] * 3, *slow, *[(0.08, 0.16, 0.24)] * 3)
     (layer,) = measure(Layers(partial(nn.Linear, 3, 1))).layers
-    for line, sample_s in ((layer.forward, 0.01), (layer.input, 0.02), (layer.weight, 0.03)):
-        assert line.sample_s == pytest.approx(sample_s)
-        assert line.fixed_s == pytest.approx(0.0, abs=1e-9)
+    for curve, sample_s in zip(layer.curves, (0.01, 0.02, 0.03), strict=True):
+        assert [point[0] for point in curve.points] == [2, 8]
+        assert curve.points[0][1] == pytest.approx(2 * sample_s)
+        assert curve.points[1][1] == pytest.approx(8 * sample_s)
 
 
-@pytest.mark.parametrize(("many_s", "few_s"), [(0.01, 0.05), (0.1, 0.001), (0.0, 0.01)])
-def test_noise_makes_no_time_negative(clock, many_s, few_s):
-    clock(*[(many_s,) * 3] * 4, *[(few_s,) * 3] * 4)
-    (layer,) = profiling.measure(settings(), Layers(partial(nn.Linear, 3, 1)), CPU).layers
-    for line in (layer.forward, layer.input, layer.weight):
-        assert min(line.fixed_s, line.sample_s) >= 0
-        assert line.seconds(8) == pytest.approx(many_s)
+def test_short_times_are_measured_more_often(clock):
+    """One call of many may be slow: 0.1 s of each size are measured, or 20 calls."""
+    clock(*[(0.001, 0.0, 0.0)] * 21, *[(0.02, 0.0, 0.0)] * 3, (0.9, 0.0, 0.0), *[(0.02, 0.0, 0.0)] * 2)
+    (layer,) = measure(Layers(partial(nn.Linear, 3, 1))).layers
+    assert layer.forward.points == ((2, pytest.approx(0.001)), (8, pytest.approx(0.02)))
+
+
+def test_an_open_micro_batch_is_measured_up_to_the_batch_while_layers_are_quick(clock):
+    chosen = Settings(task="any", batch={"size": 128})
+    clock(*[(0.01, 0.0, 0.0)] * 11, *[(0.04, 0.0, 0.0)] * 4, *[(0.16, 0.0, 0.0)] * 4)
+    (layer,) = measure(Layers(partial(nn.Linear, 3, 1)), chosen).layers
+    assert [samples for samples, _ in layer.forward.points] == [2, 8, 32]
+    given = Settings(task="any", batch={"size": 128, "micro_batch": 8})
+    clock(*[(0.01, 0.0, 0.0)] * 99)
+    (layer,) = measure(Layers(partial(nn.Linear, 3, 1)), given).layers
+    assert [samples for samples, _ in layer.forward.points] == [2, 8]
+
+
+def test_no_layer_is_measured_with_more_samples_than_the_one_before(clock):
+    """What the first layer took too long for does not reach the second."""
+    chosen = Settings(task="any", batch={"size": 128})
+    clock(*[(0.04, 0.0, 0.0)] * 4, *[(0.2, 0.0, 0.0)] * 4)
+    first, second = measure(Layers(partial(nn.Linear, 3, 2), partial(nn.Linear, 2, 1)), chosen).layers
+    assert [[at for at, _ in layer.forward.points] for layer in (first, second)] == [[2, 8], [2, 8]]
 
 
 def test_a_layer_that_takes_long_runs_once(clock):
@@ -233,7 +251,7 @@ def test_a_layer_that_takes_long_runs_once(clock):
             calls.append(len(x))
             return super().forward(x)
 
-    clock((2.0, 0.0, 0.0), (1.5, 0.0, 0.0))
+    clock((1.5, 0.0, 0.0), (2.0, 0.0, 0.0))
     (layer,) = measure(Layers(partial(Slow, 3, 1))).layers
-    assert calls == [8, 2]
+    assert calls == [2, 8]
     assert layer.forward.seconds(8) == pytest.approx(2.0)
