@@ -19,8 +19,7 @@ from hpc_train.training.optimizer import learning_rate, make_optimizer
 from hpc_train.training.worker import Worker
 
 Batch = tuple[Tensor, Tensor]
-_SAMPLES_A_RANK = 4
-_EVALUATED_A_RANK = 64
+_EVALUATED_A_RANK = 90  # all that digits has, of 4 ranks
 
 
 @dataclass
@@ -81,10 +80,18 @@ class Run:
         return _stack([data[(first + i) % len(data)] for i in range(_EVALUATED_A_RANK)])
 
 
-def our_run(world: World, task: Task, wire: str, seed: int) -> Run:
+@dataclass(frozen=True)
+class Recipe:
+    """What of a run is not as in examples/bytelm.toml: samples of a rank in a step, learning rate."""
+
+    samples_a_rank: int
+    lr: float
+
+
+def our_run(world: World, task: Task, recipe: Recipe, wire: str, seed: int) -> Run:
     """hpc_train; lossy wires with error feedback where it is their default, so int8 and PowerSGD."""
     which = "gradients.compression=powersgd" if wire == "powersgd" else f"gradients.wire={wire}"
-    settings = _settings(world, seed, which)
+    settings = _settings(world, recipe, seed, which)
     worker = Worker(settings, task, world, Layout(settings, task, world))
 
     def step(batch: Batch, rate: float) -> None:
@@ -97,9 +104,9 @@ def our_run(world: World, task: Task, wire: str, seed: int) -> Run:
     return Run(world, task, settings, step, losses, worker.close)
 
 
-def ddp_run(world: World, task: Task, wire: str, seed: int) -> Run:
+def ddp_run(world: World, task: Task, recipe: Recipe, wire: str, seed: int) -> Run:
     """DistributedDataParallel on Gloo."""
-    settings = _settings(world, seed, "gradients.wire=fp32")
+    settings = _settings(world, recipe, seed, "gradients.wire=fp32")
     model = nn.parallel.DistributedDataParallel(task.plain_model(seed), gradient_as_bucket_view=True)
     if wire == "fp16":
         model.register_comm_hook(None, fp16_compress_hook)
@@ -123,11 +130,13 @@ def ddp_run(world: World, task: Task, wire: str, seed: int) -> Run:
     return Run(world, task, settings, step, losses, lambda: None)
 
 
-def _settings(world: World, seed: int, *overrides: str) -> Settings:
+def _settings(world: World, recipe: Recipe, seed: int, *overrides: str) -> Settings:
     base = [
         "grid.stages=1",
-        f"batch.micro_batch={_SAMPLES_A_RANK}",
-        f"batch.size={_SAMPLES_A_RANK * world.size}",
+        f"batch.micro_batch={recipe.samples_a_rank}",
+        f"batch.size={recipe.samples_a_rank * world.size}",
+        f"optimizer.learning_rate={recipe.lr}",
+        f"optimizer.final_learning_rate={recipe.lr / 10}",
         f"seed={seed}",
     ]
     return load(TOP / "examples" / "bytelm.toml", [*base, *overrides])

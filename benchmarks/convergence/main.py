@@ -16,7 +16,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from curves import Curve, Run, ddp_run, our_run  # noqa: E402
+from curves import Curve, Recipe, Run, ddp_run, our_run  # noqa: E402
 
 from benchmarks import conductor  # noqa: E402
 from benchmarks.conductor import Place, Session  # noqa: E402
@@ -39,6 +39,7 @@ CASES = {"bytelm": Place(4, 1, rate_mbit=100), "digits": Place(4, 1, rate_mbit=1
 SHORT_CASES = ["bytelm"]
 _SIZES = {"bytelm": Size(400, 5), "digits": Size(200, 5)}
 _SHORT_SIZES = {"bytelm": Size(120, 2), "digits": Size(60, 2)}
+_RECIPES = {"bytelm": Recipe(4, 3e-3), "digits": Recipe(16, 5e-4)}
 _EVALUATIONS = 10
 _OURS = ("fp32", "fp16", "bf16", "int8", "powersgd")
 _BASELINE = (OURS, "fp32")
@@ -59,7 +60,7 @@ def measure(session: Session) -> list[Record]:
         keys = [*((OURS, wire) for wire in _OURS), ("DDP Gloo", "fp32"), ("DDP Gloo", "fp16")]
         for impl, wire in keys[seed % len(keys) :] + keys[: seed % len(keys)]:
             make = our_run if impl == OURS else ddp_run
-            run: Run = make(session.world, task, wire, seed)
+            run: Run = make(session.world, task, _RECIPES[session.case], wire, seed)
             curve = run.train(size.steps, size.steps // _EVALUATIONS)
             curves.setdefault((impl, wire), []).append(curve)
             session.note(

@@ -33,10 +33,10 @@ PINNED, WAITING = "2 ranks pinned", "4 ranks waiting"
 CASES = {PINNED: Place(1, 2), WAITING: Place(1, 4)}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 MICRO_BATCHES = {
-    False: {PINNED: [1, 2, 4, 8, 16, 32], WAITING: [4, 8, 16, 32]},  # --short or not
+    False: {PINNED: [1, 2, 4, 8, 16, 32], WAITING: [8, 16, 32]},  # --short or not
     True: {PINNED: [2, 8, 32], WAITING: [8]},
 }
-SECONDS_A_STAGE = Seconds(forward=0.010, input=0.010, weight=0.010)  # of a micro-batch, where layers wait
+SECONDS_A_STAGE = Seconds(forward=0.040, input=0.040, weight=0.040)  # of a micro-batch, where layers wait
 _SECONDS = {False: {PINNED: 40.0, WAITING: 60.0}, True: {PINNED: 8.0, WAITING: 25.0}}  # of each contest
 _ROUNDS = {False: (5, 60), True: (3, 20)}
 _TURN_S = 0.03  # a turn is of several steps where one is much shorter,
@@ -48,7 +48,7 @@ def models(session: Session) -> list[Model]:
     """What is stepped in a case."""
     if session.case == PINNED:
         return [
-            computing("256 wide", num_layers=16, width=256, samples=128),
+            computing("512 wide", num_layers=16, width=512, samples=128),
             computing("small micro-batches", num_layers=16, width=128, samples=16),
         ]
     num_ranks = session.world.size

@@ -97,7 +97,7 @@ def test_a_wait_is_as_long_as_it_says():
     assert waits.time.perf_counter() - began >= 0.002
 
 
-def steps(schedule, ours_s, torch_s, place=pipelines.PINNED, model="256 wide", number=32, bubble=0.1):
+def steps(schedule, ours_s, torch_s, place=pipelines.PINNED, model="512 wide", number=32, bubble=0.1):
     case = f"{place}, {model}, {schedule}, {number} micro-batches"
     detail = {
         **{"place": place, "model": model, "schedule": schedule, "micro_batches": number},
@@ -113,8 +113,8 @@ def steps(schedule, ours_s, torch_s, place=pipelines.PINNED, model="256 wide", n
 
 def results(*parts):
     reference = record(
-        "2 ranks pinned, 256 wide, one rank", "PyTorch, one rank", "fp32", 4096, [1.9] * 3, "reference",
-        place=pipelines.PINNED, model="256 wide", micro_batches=32,
+        "2 ranks pinned, 512 wide, one rank", "PyTorch, one rank", "fp32", 4096, [1.9] * 3, "reference",
+        place=pipelines.PINNED, model="512 wide", micro_batches=32,
     )  # fmt: skip
     records = [reference, *(r for part in parts for r in part)]
     return Results("pipeline", False, with_ratios(records), [], dict(FACTS))
@@ -172,7 +172,7 @@ def test_the_page_has_a_table_for_each_model_with_a_row_for_each_schedule():
         steps("zb-v", 1.0, 2.0), steps("gpipe", 0.5, 1.0), steps("gpipe", 1.5, 1.0, model=pipelines.SMALL)
     )
     text = page({"pipeline": found}, {})
-    assert "### 2 ranks pinned, 256 wide" in text
+    assert "### 2 ranks pinned, 512 wide" in text
     assert "| gpipe | 32 | **500** | 500 - 500 | 1000 | 2000 | 0.500 | **3.80** | 1.90 |" in text
     assert text.index("| gpipe | 32 | **500**") < text.index("| zb-v | 32")
     assert (
