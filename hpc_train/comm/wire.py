@@ -21,6 +21,7 @@ BLOCK = 1024  # values: what every message is a multiple of, but for the end of 
 _BLOCKS = {Wire.FP16: BLOCK, Wire.INT8: 128}
 _TOP_EXPONENT = {Wire.FP16: 15, Wire.INT8: 7}  # scaled magnitudes stay below 2^15, and below 2^7
 _EXPONENT_LIMIT = 126  # so that 2^e and 2^-e are both normal fp32 numbers
+_INFINITE = 255  # the exponent in the bits of an fp32 number that is inf or nan
 _NOT_FINITE = 1000  # added to the exponent of an int8 block that holds inf or nan
 _NAN_CODE = -128
 
@@ -77,36 +78,42 @@ def decode(words: Tensor, values: Tensor, wire: Wire) -> None:
 def _encode_blocks(rows: Tensor, words: Tensor, wire: Wire, losses: Losses) -> None:
     codes, exponents = _parts(words, rows.shape[0], wire)
     largest = torch.maximum(rows.amax(dim=1), -rows.amin(dim=1))  # abs() would need memory of its own
-    finite = largest.isfinite()
-    all_finite = bool(finite.all())
+    biased = (largest.view(torch.int32) >> 23).bitwise_and_(_INFINITE)  # a NaN may have a sign
+    all_finite = int(biased.max()) < _INFINITE
     if not all_finite:
+        finite = biased < _INFINITE
         bad = ~rows.isfinite()
         losses.overflows += int(bad.sum())
         if wire is Wire.INT8:
             rows = rows.masked_fill(bad, 0.0)
-            largest = rows.abs().amax(dim=1)
-    shift = (_TOP_EXPONENT[wire] - torch.frexp(largest).exponent).clamp_(-_EXPONENT_LIMIT, _EXPONENT_LIMIT)
+            biased = rows.abs().amax(dim=1).view(torch.int32) >> 23
+    shift = (_TOP_EXPONENT[wire] + 126 - biased).clamp_(max=_EXPONENT_LIMIT)
     if not all_finite and wire is Wire.FP16:
         shift = torch.where(finite, shift, 0)  # there is nothing to save in such a block
     scaled = rows * power_of_two(shift).unsqueeze(1)
     if wire is Wire.INT8:
         scaled.round_().clamp_(-127, 127)
     codes.copy_(scaled)
-    losses.underflows += int(rows.count_nonzero() - codes.count_nonzero())
+    losses.underflows += _underflows(rows, codes)
     if not all_finite and wire is Wire.INT8:
         codes[bad] = _NAN_CODE
         shift = torch.where(finite, shift, shift + _NOT_FINITE)
     exponents.copy_(shift)
 
 
+def _underflows(rows: Tensor, codes: Tensor) -> int:
+    """How many values became zero; counting in integers is the faster, and most often there are no zeros."""
+    bits = codes if codes.dtype is torch.int8 else codes.view(torch.int16) & 0x7FFF  # -0.0 is a zero too
+    left = int(bits.count_nonzero())
+    return 0 if left == rows.numel() else int(rows.count_nonzero()) - left
+
+
 def _decode_blocks(codes: Tensor, exponents: Tensor, rows: Tensor) -> None:
     shift = exponents.to(torch.int32)
     rows.copy_(codes)
-    if codes.dtype is torch.int8:
-        marked = shift > _NOT_FINITE // 2
-        if bool(marked.any()):
-            rows[codes == _NAN_CODE] = torch.nan
-            shift = torch.where(marked, shift - _NOT_FINITE, shift)
+    if codes.dtype is torch.int8 and int(shift.max()) > _NOT_FINITE // 2:
+        rows[codes == _NAN_CODE] = torch.nan
+        shift = torch.where(shift > _NOT_FINITE // 2, shift - _NOT_FINITE, shift)
     rows.mul_(power_of_two(-shift).unsqueeze(1))
 
 
@@ -127,4 +134,4 @@ def _in_blocks(values: Tensor, block: int) -> Tensor:
 
 def power_of_two(exponents: Tensor) -> Tensor:
     """2^exponent, exactly: the exponent is put into the bits of an fp32 number."""
-    return ((exponents.to(torch.int32) + 127) << 23).view(torch.float32)
+    return (exponents.to(torch.int32) + 127).bitwise_left_shift_(23).view(torch.float32)
