@@ -8,7 +8,7 @@ While a forward runs inside `Later`, the operations that most time is spent in (
 convolutions) are recorded so that they can be cut in two. Gradients of all other parameters are
 made in I, kept, and added in W: so each `p.grad` is added to once for each micro-batch, with the
 same sums as in a backward pass at once. After Qi et al., arXiv 2401.10241; what torch's
-`nn.MultiheadAttention` does inside stays in I.
+`nn.MultiheadAttention` does inside stays in I, and so does what autocast converts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +48,8 @@ class Later(TorchFunctionMode):
         if operation is not None:
             x, weight, bias, options = operation.bind(*args, **kwargs)
             trained = _trained(weight) and (bias is None or _trained(bias))
-            if trained and x.requires_grad and options.get("padding") not in ("same", "valid"):
+            plain = not torch.is_autocast_enabled(x.device.type) and x.dtype == weight.dtype
+            if trained and plain and x.requires_grad and options.get("padding") not in ("same", "valid"):
                 return _Halved.apply(x, operation, [weight, bias], options, self._kept)  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 

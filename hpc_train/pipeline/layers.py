@@ -1,11 +1,13 @@
 """What a model is to the pipeline: a list of layers, each built only where it is held."""
 
 import hashlib
+import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -42,11 +44,20 @@ def layer_name(index: int) -> str:
 
 
 def build_layer(spec: LayerSpec, index: int, seed: int) -> nn.Module:
-    """Build a layer with random numbers of its own: the same weights on whatever rank it stands."""
+    """Build a layer with random numbers of its own: the same weights on whatever rank it stands, whether
+    its build draws them from torch, numpy or `random`.
+    """
     digest = hashlib.sha256(f"{seed}/{layer_name(index)}".encode()).digest()
     with _one_builder, torch.random.fork_rng(devices=[]):
+        before = random.getstate(), np.random.get_state()
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        return spec.build()
+        random.seed(digest)
+        np.random.seed(int.from_bytes(digest[:4], "little"))
+        try:
+            return spec.build()
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
 
 
 class PlainModel(nn.Module):
@@ -71,10 +82,13 @@ def apply_layer(layer: nn.Module, inputs: Any) -> Any:
 
 
 class Tied(NamedTuple):
-    """One of the parameters that are one: a layer's number, and its name within the layer."""
+    """One of the parameters that are one: a layer's number, its name within the layer, and whether the one
+    that owns the values is trained (else it is frozen, and so are all).
+    """
 
     layer: int
     name: str
+    trained: bool = True
 
     def __str__(self) -> str:
         return f"{layer_name(self.layer)}.{self.name}"
@@ -94,7 +108,7 @@ def find_ties(specs: Sequence[LayerSpec]) -> list[Tie]:
     for index, spec in enumerate(specs):
         if not spec.tied:
             continue
-        held = {name: p.shape for name, p in _without_memory(spec).named_parameters()}
+        held = dict(_without_memory(spec).named_parameters())
         names = spec.tied
         if isinstance(names, str):
             names = {name: f"{spec.tied} {number}" for number, name in enumerate(held)}
@@ -104,8 +118,9 @@ def find_ties(specs: Sequence[LayerSpec]) -> list[Tie]:
                     f"layer {index} ties {name!r}, but its parameters are {', '.join(held) or 'none'}: "
                     "name one of them in LayerSpec.tied"
                 )
-            members.setdefault(common, []).append(Tied(index, name))
-            shapes[members[common][-1]] = held[name]
+            tie = members.setdefault(common, [])
+            tie.append(Tied(index, name, tie[0].trained if tie else held[name].requires_grad))
+            shapes[tie[-1]] = held[name].shape
     for one, *others in members.values():
         for other in others:
             if shapes[one] != shapes[other]:
@@ -121,7 +136,7 @@ def tie_within(layers: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
     for tie in ties:
         here = [tied for tied in tie if tied.layer in layers]
         if here:
-            parameter = parameter_of(layers, here[0])
+            parameter = parameter_of(layers, here[0]).requires_grad_(here[0].trained)
             for tied in here[1:]:
                 module, _, name = tied.name.rpartition(".")
                 setattr(layers[tied.layer].get_submodule(module), name, parameter)

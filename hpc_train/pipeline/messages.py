@@ -58,7 +58,8 @@ def describe(value: Any) -> tuple[Description, list[Tensor]]:
         UserError: it cannot be sent.
     """
     structure, tensors = take_apart(value)
-    forms = tuple(Form(str(t.dtype), tuple(t.shape), t.requires_grad) for t in tensors)
+    recording = torch.is_grad_enabled()  # where nothing is recorded, a parameter that is handed on needs none
+    forms = tuple(Form(str(t.dtype), tuple(t.shape), recording and t.requires_grad) for t in tensors)
     return Description(structure, forms), tensors
 
 

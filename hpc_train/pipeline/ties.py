@@ -68,7 +68,7 @@ class Ties:
 
     def contributions(self, parameter: nn.Parameter) -> int:
         """How many gradients of other stages are added to this parameter's in a step."""
-        return sum(loan.parameter is parameter for loan in self.lent)
+        return sum(loan.parameter is parameter for loan in _trained(self.lent))
 
     def begin(self) -> None:
         """Forget the gradients of borrowed parameters."""
@@ -78,11 +78,11 @@ class Ties:
     def add_gradients(self) -> None:
         """After the last backward of a step: bring the borrowers' gradients to the owners'."""
         outbox = Outbox(self._link)
-        for parameter, stage, number in self.borrowed:
+        for parameter, stage, number in _trained(self.borrowed):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             outbox.send([gradient], stage, tag_of("tied gradient", number))
         arriving = []
-        for parameter, stage, number in self.lent:
+        for parameter, stage, number in _trained(self.lent):
             room = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             arriving.append((parameter, room, self._link.irecv(room, stage, tag_of("tied gradient", number))))
         for parameter, room, work in arriving:
@@ -101,3 +101,8 @@ class Ties:
             self._link.irecv(room, stage, tag_of("tied parameter", number)).wait()
             parameter.copy_(room)
         outbox.wait_all()
+
+
+def _trained(loans: Sequence[_Loan]) -> list[_Loan]:
+    """Those of parameters that are not frozen, which owner and borrowers are alike."""
+    return [loan for loan in loans if loan.parameter.requires_grad]

@@ -52,7 +52,7 @@ def options_of(settings: Settings, split: Sequence[range] = ()) -> Options:
     return Options(
         schedules=(pipeline.schedule,) if given(pipeline, "schedule") else default.schedules,
         chunks=(chunks,) if chunks else default.chunks,
-        stages=() if free else (grid.stages,),
+        stages=(grid.stages,) if given(grid, "stages") else default.stages,
         fastest=(grid.fastest,) if given(grid, "fastest") else default.fastest,
         micro_batches=(batch.micro_batch,) if given(batch, "micro_batch") else (),
         split=tuple(map(len, split)) or by_hand,

@@ -1,12 +1,15 @@
 """Layers as real models have them: dicts and masks, tied and repeated ones, weights of samples."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from pipelines import RendezvousLinks, batch, check_parity, layers, on_stages, squared_error, stacked
 from torch import nn
 
 from hpc_train.errors import UserError
-from hpc_train.pipeline.layers import LayerSpec, find_ties, plain_model
+from hpc_train.pipeline.layers import LayerSpec, build_layer, find_ties, plain_model
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 TWO_CHUNKS = ("interleaved", "zb-v")
@@ -155,7 +158,65 @@ def test_tied_layers_on_different_stages(schedule, num_stages):
 def test_tied_layers_are_one_parameter_of_the_plain_model():
     model = plain_model(language_model())
     assert model.layers[0].tokens.weight is model.layers[5].logits.weight
-    assert find_ties(language_model()) == [((0, "tokens.weight"), (5, "logits.weight"))]
+    assert find_ties(language_model()) == [((0, "tokens.weight", True), (5, "logits.weight", True))]
+
+
+@pytest.mark.parametrize("frozen", ["tokens", "logits"])
+@pytest.mark.parametrize("split", [[6], [3, 3]])
+def test_a_tie_is_as_frozen_as_its_owner_wherever_it_is_cut(frozen, split):
+    def freezing(build):
+        def freeze():
+            layer = build()
+            if hasattr(layer, frozen):
+                getattr(layer, frozen).weight.requires_grad_(False)
+            return layer
+
+        return freeze
+
+    specs = [LayerSpec(freezing(spec.build), tied=spec.tied) for spec in language_model()]
+    assert plain_model(specs).layers[0].tokens.weight.requires_grad is (frozen == "logits")
+    check_parity(specs, split, tokens([2, 2, 1]), loss=nats)
+
+
+class HandsOnAParameter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Parameter(torch.arange(4.0))
+
+    def forward(self, x):
+        return x, self.query
+
+
+class Adds(nn.Module):
+    def forward(self, x, query):
+        return x * query
+
+
+def test_a_parameter_that_is_handed_on_leaves_nothing_behind_after_evaluation():
+    specs = layers(linear, HandsOnAParameter, Adds, linear)
+    links = RendezvousLinks()
+    micro_batches = batch([2, 2, 1])
+
+    def evaluate(pipeline):
+        pipeline.evaluate(micro_batches, lambda output, target: {})
+
+    on_stages(specs, [2, 2], evaluate, links=links)
+    links.check_all_is_over()
+    check_parity(specs, [2, 2], micro_batches, links=RendezvousLinks())
+
+
+def test_layers_that_draw_from_any_generator_are_the_same_on_every_rank():
+    def drawn():
+        layer = nn.Linear(1, 1)
+        layer.register_buffer("drawn", torch.tensor([random.random(), np.random.rand()]))
+        return layer
+
+    spec = LayerSpec(drawn)
+    first = build_layer(spec, 0, seed=1)
+    before = random.random(), np.random.rand()
+    assert torch.equal(build_layer(spec, 0, seed=1).drawn, first.drawn)
+    assert not torch.equal(build_layer(spec, 1, seed=1).drawn, first.drawn)
+    assert (random.random(), np.random.rand()) != before  # and nobody else's numbers begin anew
 
 
 def test_a_name_alone_ties_all_parameters_of_a_layer():

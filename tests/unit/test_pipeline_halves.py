@@ -16,7 +16,7 @@ from torch import nn
 
 from hpc_train.comm.interface import Wire
 from hpc_train.pipeline.later import Later
-from hpc_train.pipeline.layers import plain_model
+from hpc_train.pipeline.layers import LayerSpec, plain_model
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 
@@ -41,6 +41,27 @@ class Convolutions(nn.Module):
 def test_convolutions_in_halves(schedule):
     count = 4 if schedule == "zb-v" else 2
     check_parity(layers(*[Convolutions] * count), [1] * count, batch([2, 2, 3, 1]), schedule)
+
+
+class Autocast(nn.Module):
+    """Mixed precision inside of a layer, where all weights are fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.convolution = nn.Conv1d(4, 4, 1)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.convolution(self.inner(x).unsqueeze(2)).squeeze(2)
+        return x + y.to(x.dtype)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_autocast_inside_of_a_layer(schedule):
+    specs = [LayerSpec(Autocast), LayerSpec(Autocast)]
+    micro_batches = [(x.float(), y.float()) for x, y in batch([2, 2, 3, 1])]
+    check_parity(specs, [1, 1], micro_batches, schedule, tolerance={"rtol": 2e-2, "atol": 2e-2})
 
 
 def test_the_first_half_leaves_the_weights_alone_and_the_second_completes_them():

@@ -44,7 +44,7 @@ def planned_with(monkeypatch):
 
 def test_what_is_open():
     assert is_open(settings("auto"))
-    assert is_open(settings({"auto": True, "fastest": "replica"}))
+    assert is_open(settings({"auto": True, "fastest": "replica", "stages": 2}))
     assert is_open(settings({"stages": 2}, pipeline={"recompute": "auto"}))
     assert not is_open(settings({"stages": 2}))
     assert not is_open(settings({}, pipeline={"recompute": "all"}))
@@ -57,7 +57,7 @@ def test_nothing_given_leaves_all_to_the_planner_but_what_gradients_are():
 def test_what_the_user_gives_is_kept_and_the_rest_is_open():
     options = options_of(
         settings(
-            {"auto": True, "fastest": "replica"},
+            {"auto": True, "fastest": "replica", "stages": 2},
             batch={"size": 64, "micro_batch": 3},
             pipeline={"schedule": "interleaved", "chunks": 4, "recompute": "none", "wire": "bf16"},
             gradients={"wire": "int8", "error_feedback": False, "bucket_bytes": "1MiB", "overlap": False},
@@ -67,7 +67,7 @@ def test_what_the_user_gives_is_kept_and_the_rest_is_open():
     assert options == Options(
         schedules=("interleaved",),
         chunks=(4,),
-        stages=(),
+        stages=(2,),
         fastest=("replica",),
         micro_batches=(3,),
         recompute=("none",),
