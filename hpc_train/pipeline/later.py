@@ -48,7 +48,7 @@ class Later(TorchFunctionMode):
         if operation is not None:
             x, weight, bias, options = operation.bind(*args, **kwargs)
             trained = _trained(weight) and (bias is None or _trained(bias))
-            plain = not torch.is_autocast_enabled(x.device.type) and x.dtype == weight.dtype
+            plain = not torch.is_autocast_enabled(x.device.type)
             if trained and plain and x.requires_grad and options.get("padding") not in ("same", "valid"):
                 return _Halved.apply(x, operation, [weight, bias], options, self._kept)  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from hpc_train.config import Settings
+from hpc_train.config import GridSettings, Settings
 from hpc_train.errors import UserError
 from hpc_train.pipeline.drawing import draw
 from hpc_train.pipeline.simulate import Simulation, simulate
@@ -34,7 +34,7 @@ def foresee(
     """The best plans as a table, why others lose, and the best one's schedule.
 
     Args:
-        settings: what they give is kept, unless it is the grid, which is searched anyway.
+        settings: what they give is kept; the grid only beside `auto`, else it is searched anyway.
         task: its layers are measured on this machine, unless there is a profile.
         cluster: what to plan for.
         profile: a file that an earlier call has saved, from the cluster itself for instance.
@@ -48,7 +48,7 @@ def foresee(
     layers = _read(profile, settings, task) if profile else _measured(settings, task)
     if save_profile:
         _write(save_profile, layers.to_json())
-    free = settings.model_copy(update={"grid": settings.grid.model_copy(update={"auto": True})})
+    free = settings if settings.grid.auto else settings.model_copy(update={"grid": GridSettings(auto=True)})
     options = options_of(free)
     planned = plan(layers, cluster, settings.batch.size, options)
     best = planned.best[0]

@@ -21,7 +21,7 @@ from hpc_train.config import OptimizerSettings, Settings
 from hpc_train.data.loader import to_device
 from hpc_train.pipeline.boundary import enter, leave
 from hpc_train.pipeline.later import Later
-from hpc_train.pipeline.layers import LayerSpec, apply_layer, build_layer, find_ties
+from hpc_train.pipeline.layers import LayerSpec, Tie, apply_layer, build_layer, find_ties, tie_within
 from hpc_train.pipeline.values import put_together, take_apart, tensors_of
 from hpc_train.planning.profile import Curve, LayerProfile, Profile
 from hpc_train.tasks.task import Task
@@ -84,17 +84,19 @@ def measure(
     same form, is not measured again.
     """
     specs = task.layers()
+    ties = find_ties(specs)
     flows = [_first(task, samples, device) for samples in _sizes(settings)]
     known: dict[Any, tuple[LayerProfile, list[_Measured]]] = {}
     layers = []
     for index, spec in enumerate(specs):
         last = index == len(specs) - 1
-        key = (_rule(spec.build), last, tuple(_form(flow) for flow in flows))
+        frozen = tuple(tied.name for tie in ties for tied in tie if tied.layer == index and not tied.trained)
+        key = (_rule(spec.build), frozen, last, tuple(_form(flow) for flow in flows))
         if key not in known:
             progress(f"measuring layer {index + 1} of {len(specs)}")
-            known[key] = _measure_layer(
-                spec, index, settings.seed, flows, task.loss if last else None, device
-            )
+            layer = build_layer(spec, index, settings.seed).to(device)
+            tie_within({index: layer}, ties)
+            known[key] = _measure_layer(layer, flows, task.loss if last else None, device)
         profile, measured = known[key]
         layers.append(profile.model_copy(update={"title": spec.title or f"layer {index}"}))
         del flows[len(measured) :]
@@ -102,7 +104,7 @@ def measure(
             flow.value, flow.known = one.output, one.known
     per_byte, seconds = _measure_optimizer(settings.optimizer, device)
     return Profile(
-        layers=tuple(_with_ties(layers, specs)),
+        layers=tuple(_with_ties(layers, specs, ties)),
         optimizer_bytes_a_byte=per_byte,
         optimizer_s_a_byte=seconds,
         source=source,
@@ -149,9 +151,8 @@ def _form(flow: _Flow) -> Any:
 
 
 def _measure_layer(
-    spec: LayerSpec, index: int, seed: int, flows: Sequence[_Flow], loss: Any, device: torch.device
+    layer: nn.Module, flows: Sequence[_Flow], loss: Any, device: torch.device
 ) -> tuple[LayerProfile, list[_Measured]]:
-    layer = build_layer(spec, index, seed).to(device)
     measured: list[_Measured] = []
     for flow in flows:
         if len(measured) >= 2 and measured[-1].total_s > _GROW_BELOW_S:
@@ -275,14 +276,19 @@ def _measure_optimizer(settings: OptimizerSettings, device: torch.device) -> tup
     return held / num_bytes, statistics.median(spans[1:]) / num_bytes
 
 
-def _with_ties(layers: Sequence[LayerProfile], specs: Sequence[LayerSpec]) -> list[LayerProfile]:
-    ties: list[dict[str, int]] = [{} for _ in layers]
-    for tie in find_ties(specs):
+def _with_ties(
+    layers: Sequence[LayerProfile], specs: Sequence[LayerSpec], ties: Sequence[Tie]
+) -> list[LayerProfile]:
+    """Frozen ones are left out: nothing of them is sent in a step's sums."""
+    names: list[dict[str, int]] = [{} for _ in layers]
+    for tie in ties:
+        if not tie[0].trained:
+            continue
         built = build_layer(specs[tie[0].layer], tie[0].layer, 0)
         size = _num_bytes(built.get_parameter(tie[0].name))
         for tied in tie:
-            ties[tied.layer][str(tie[0])] = size
+            names[tied.layer][str(tie[0])] = size
     return [
         layer.model_copy(update={"tied": tied}) if tied else layer
-        for layer, tied in zip(layers, ties, strict=True)
+        for layer, tied in zip(layers, names, strict=True)
     ]

@@ -121,6 +121,16 @@ def test_what_the_settings_give_is_kept_in_the_plan(plan, profile):
     assert (settings.pipeline.schedule, settings.pipeline.recompute) == ("gpipe", "all")
 
 
+def test_a_grid_that_is_given_is_kept_beside_auto_and_searched_anew_without(plan, profile):
+    anew, _ = plan(*CLUSTER, "--profile", profile)
+    assert plan(*CLUSTER, "grid.stages=4", "--profile", profile)[0] == anew
+    grids = set()
+    for stages in (1, 2, 4):
+        out, _ = plan(*CLUSTER, "grid.auto=true", f"grid.stages={stages}", "--profile", profile)
+        grids.add(best_grid(out))
+    assert grids == {(4, 1), (2, 2), (1, 4)}
+
+
 def test_the_schedule_is_drawn(plan, profile):
     pytest.importorskip("matplotlib")
     out, _ = plan(*CLUSTER, "--profile", profile, "--draw", "plan.png")

@@ -144,6 +144,24 @@ def test_layers_without_parameters_and_whole_numbers_as_inputs():
     assert (tanh.parameter_bytes, tanh.activation_bytes) == (0, 2 * FLOAT)  # its output, and the error
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_tie_is_trained_or_frozen_as_its_owner(frozen):
+    """The layers are equal but for what their builds freeze."""
+
+    def build(number):
+        return nn.Linear(3, 3, bias=False).requires_grad_(number != frozen)
+
+    task = Layers(partial(nn.Linear, 3, 3), partial(nn.Linear, 3, 1))
+    task.specs[1:1] = [LayerSpec(partial(build, number), tied="one") for number in range(2)]
+    tied = measure(task).layers[1:3]
+    if frozen == 0:
+        assert [(layer.frozen_bytes, layer.tied) for layer in tied] == [(FLOAT * 9, {})] * 2
+    else:
+        assert [(layer.frozen_bytes, layer.tied) for layer in tied] == [
+            (0, {"layers.1.weight": FLOAT * 9})
+        ] * 2
+
+
 def test_a_small_language_model_with_tied_embeddings():
     task = ByteLM(context=8, hidden=16, blocks=3, heads=2, tied=True)
     told = []
