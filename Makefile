@@ -13,7 +13,7 @@ help:
 	@echo "make test    every test: unit, contract, and those under mpirun"
 	@echo "make setup   .venv with the package, Open MPI and the tools (the others do it themselves)"
 	@echo "make check   lint, format, types, shell scripts, import rule"
-	@echo "make bench   short benchmarks and their report, benchmarks/results/report.md; BENCH= for all, an hour or two"
+	@echo "make bench   short benchmarks and their report, benchmarks/results/report.md; BENCH= for all, about two hours"
 	@echo "make mpich   .venv-mpich, for the tests on MPICH (make test does it)"
 	@echo "make horovod Horovod for comm.backend=horovod, built against this torch (make test does it)"
 	@echo "make clean   remove both environments and all caches here; runs/ stays"

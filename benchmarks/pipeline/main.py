@@ -34,7 +34,7 @@ CASES = {PINNED: Place(1, 2), WAITING: Place(1, 4)}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 MICRO_BATCHES = {
     False: {PINNED: [1, 2, 4, 8, 16, 32], WAITING: [8, 16, 32]},  # --short or not
-    True: {PINNED: [2, 8, 32], WAITING: [8]},
+    True: {PINNED: [2, 32], WAITING: [8]},
 }
 SECONDS_A_STAGE = Seconds(forward=0.040, input=0.040, weight=0.040)  # of a micro-batch, where layers wait
 _SECONDS = {False: {PINNED: 40.0, WAITING: 60.0}, True: {PINNED: 8.0, WAITING: 25.0}}  # of each contest

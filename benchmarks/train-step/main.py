@@ -35,7 +35,7 @@ CASES = {
     "embedding": OVER_LINKS,
     "transformer, one host": ONE_HOST,
 }
-SHORT_CASES = ["transformer", "embedding"]
+SHORT_CASES = ["transformer"]
 SAMPLES_A_RANK = 2
 ALONE = "no communication"
 _WIRES = ("fp32", "fp16", "bf16", "int8", POWERSGD)

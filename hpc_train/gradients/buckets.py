@@ -115,20 +115,20 @@ def trained(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[
     return [(name, parameter) for parameter, name in first_names.items()]
 
 
-def make_buckets(
-    named_parameters: Sequence[tuple[str, nn.Parameter]], collective: Collective, bucket_bytes: int
-) -> list[Bucket]:
-    """Buckets in the order of backward; a parameter that makes one reach `bucket_bytes` of fp32 is its last.
+Group = list[tuple[str, nn.Parameter]]  # parameters that share a bucket, and their names
+
+
+def group_parameters(named_parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int) -> list[Group]:
+    """What shares a bucket, in the order of backward; a parameter that makes one reach `bucket_bytes` of fp32
+    is its last.
 
     A limit from above instead would part a weight that fills a bucket from its bias, whose sum takes a
     latency for nothing.
-    Parameters of another dtype are converted on the way in and out, so that fp64 gradients keep the
-    24 bits of fp32 (an fp64 sum would send twice the bytes).
 
     Raises:
-        UserError: a parameter is lazy, complex, or not on the collective's device.
+        UserError: a parameter is lazy or complex.
     """
-    groups: list[list[tuple[str, nn.Parameter]]] = []
+    groups: list[Group] = []
     room = 0  # bytes that the last bucket lacks
     for name, parameter in reversed(trained(named_parameters)):
         if is_lazy(parameter):
@@ -140,19 +140,28 @@ def make_buckets(
             room = bucket_bytes
         groups[-1].append((name, parameter))
         room -= 4 * _padded(parameter.numel())
+    return groups
+
+
+def make_buckets(groups: Sequence[Group], collective: Collective) -> list[Bucket]:
+    """A bucket for each group. All ranks have the same groups: those of a host share their memory.
+
+    Parameters of another dtype are converted on the way in and out, so that fp64 gradients keep the
+    24 bits of fp32 (an fp64 sum would send twice the bytes).
+
+    Raises:
+        UserError: a parameter is not on the collective's device.
+    """
     return [_make_bucket(index, group, collective) for index, group in enumerate(groups)]
 
 
-def fingerprint(buckets: Sequence[Bucket], method: object) -> int:
-    """24 bits that differ where methods, buckets, or names, shapes, strides or dtypes of parameters do."""
-    layout = [
-        [(s.name, tuple(s.view.shape), s.view.stride(), str(s.parameter.dtype)) for s in bucket.slots]
-        for bucket in buckets
-    ]
+def fingerprint(groups: Sequence[Group], method: object) -> int:
+    """24 bits that differ where methods, groups, or names, shapes, strides or dtypes of parameters do."""
+    layout = [[(name, tuple(p.shape), p.stride(), str(p.dtype)) for name, p in group] for group in groups]
     return zlib.crc32(repr((method, layout)).encode()) >> 8
 
 
-def _make_bucket(index: int, group: Sequence[tuple[str, nn.Parameter]], collective: Collective) -> Bucket:
+def _make_bucket(index: int, group: Group, collective: Collective) -> Bucket:
     buffer = collective.allocate(sum(_padded(parameter.numel()) for _, parameter in group))
     slots = []
     offset = 0

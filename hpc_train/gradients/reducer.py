@@ -21,7 +21,15 @@ from torch.utils.hooks import RemovableHandle
 from hpc_train.comm.interface import Collective
 from hpc_train.errors import UserError
 from hpc_train.gradients.bucket_sum import BucketSum, Method, Whole
-from hpc_train.gradients.buckets import Bucket, Slot, fingerprint, make_buckets, trained
+from hpc_train.gradients.buckets import (
+    Bucket,
+    Group,
+    Slot,
+    fingerprint,
+    group_parameters,
+    make_buckets,
+    trained,
+)
 from hpc_train.gradients.streams import SideStream
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
@@ -82,8 +90,9 @@ class Reducer:
         self._replica = 0
         self._divisor = 1
         if collective is not None and collective.size > 1:  # alone, p.grad is what backward makes it
-            self.buckets = make_buckets(named_parameters, collective, bucket_bytes)
-            _check_same(self.buckets, method, collective)
+            groups = group_parameters(named_parameters, bucket_bytes)
+            _check_same(groups, method, collective)  # before memory is shared: that takes all of a host
+            self.buckets = make_buckets(groups, collective)
             self._sums = [method.of(bucket, collective) for bucket in self.buckets]
             self.measured = _prepare(self._sums, method, collective)
             self._replica = collective.rank
@@ -340,14 +349,14 @@ class Reducer:
             )
 
 
-def _check_same(buckets: Sequence[Bucket], method: Method, collective: Collective) -> None:
+def _check_same(groups: Sequence[Group], method: Method, collective: Collective) -> None:
     """Raise UserError where replicas would sum things that do not belong together."""
-    mine = float(fingerprint(buckets, method))
+    mine = float(fingerprint(groups, method))
     if collective.max(mine) != -collective.max(-mine):
-        slots = [slot for bucket in buckets for slot in bucket.slots]
+        numels = [parameter.numel() for group in groups for _, parameter in group]
         raise UserError(
-            f"replicas train different parameters, wires or bucket sizes (here {len(slots)} parameters of "
-            f"{sum(slot.view.numel() for slot in slots)} elements, {method}, {len(buckets)} buckets): "
+            f"replicas train different parameters, wires or bucket sizes (here {len(numels)} parameters of "
+            f"{sum(numels)} elements, {method}, {len(groups)} buckets): "
             f"use the same model and options on every rank"
         )
 

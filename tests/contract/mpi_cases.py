@@ -3,9 +3,12 @@
 import gc
 from pathlib import Path
 
+import pytest
 import torch
 
 from hpc_train.comm.interface import Wire, World
+from hpc_train.errors import UserError
+from hpc_train.gradients.reducer import Reducer
 from hpc_train.grid import Grid
 
 
@@ -93,3 +96,14 @@ def check_ranks_that_cannot_share_memory_send_it(world: World) -> None:
     collective.sum_(buffer, Wire.FP16)
     assert buffer.tolist() == [world.size * (world.size + 1) / 2] * 5000
     collective.close()
+
+
+def check_replicas_that_differ_are_refused_before_they_share_memory(world: World) -> None:
+    """More buckets or larger ones on one rank: the others of its host would wait for it, or map too much."""
+    for builds in ([4, 4], [4, 9]), ([4], [4, 4]), ([4, 4, 4], [4]):
+        widths = builds[world.rank == world.size - 1]
+        model = torch.nn.Sequential(*(torch.nn.Linear(16, width) for width in widths))
+        collective = world.collective(Grid(world.size, 1), torch.device("cpu"))
+        with pytest.raises(UserError, match="replicas train different parameters"):
+            Reducer(list(model.named_parameters()), collective, bucket_bytes=64)
+        collective.close()
