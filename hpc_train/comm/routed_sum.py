@@ -109,8 +109,12 @@ class RoutedSum:
         if rows is None:
             there = self._host.scratch(buffer.numel())
             there.copy_(buffer)
-            self._walk(there, way, wire, residual, reduce, spread)
+            # The residual meets the values in one sum, so it must be where they are: in the host's memory.
+            kept = residual.to(there.device) if residual is not None and wire.lossy else None
+            self._walk(there, way, wire, kept, reduce, spread)
             buffer.copy_(there)
+            if residual is not None and kept is not None and kept is not residual:
+                residual.copy_(kept)
             return
         cut = way.cut(buffer.numel(), wire)
         walk = _Walk(self, rows, way.order, cut, wire, residual, reduce, spread)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hpc_train.comm.host_memory import PrivateMemory
 from hpc_train.comm.interface import Wire
 from hpc_train.comm.loopback import run_ranks
 from hpc_train.comm.routed_sum import Way
@@ -42,6 +43,54 @@ def test_all_ranks_get_the_same_bits_and_nothing_is_lost(make, whole, shape, wir
     assert bool(held_back.any()) == wire.lossy
     levels = {Wire.FP32: 1e-5, Wire.FP16: 0.01, Wire.BF16: 0.1, Wire.INT8: 0.5}[wire]
     torch.testing.assert_close(first.double(), exact, rtol=0, atol=levels)
+
+
+class OnDevice(torch.Tensor):
+    """Plays a tensor on a GPU that MPI cannot reach: copied to host memory and back, never mixed with it."""
+
+    is_cuda = True
+    device = torch.device("cuda")
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.to:
+            return args[0].as_subclass(torch.Tensor).clone()
+        mixed = any(type(arg) is torch.Tensor for arg in args)
+        if mixed and function is not torch.Tensor.copy_:
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+class StagingMemory(PrivateMemory):
+    """Without a GPU there is no pinned memory."""
+
+    def scratch(self, numel):
+        return torch.empty(numel)
+
+
+@pytest.mark.parametrize("wire", Wire)
+def test_error_feedback_on_a_device_goes_through_the_host_with_the_values(wire):
+    """The residual stayed on the device while the values were added up on the host, which torch refuses."""
+
+    def body(world, on_device):
+        collective = world.collective(Grid(world.size, 1), CPU)
+        buffer, residual = torch.zeros(5003), torch.zeros(5003)
+        if on_device:
+            collective._routed._host = StagingMemory(staged=True)
+            buffer, residual = buffer.as_subclass(OnDevice), residual.as_subclass(OnDevice)
+        totals = []
+        for step in range(2):
+            generator = torch.Generator().manual_seed(10 * step + world.rank)
+            buffer.copy_(torch.randn(buffer.numel(), generator=generator))
+            collective.sum_(buffer, wire, residual)
+            totals.append(buffer.as_subclass(torch.Tensor).clone())
+        return [*totals, residual.as_subclass(torch.Tensor)]
+
+    usual = run_ranks(2, lambda world: body(world, on_device=False))
+    staged = run_ranks(2, lambda world: body(world, on_device=True))
+    for expected, found in zip(usual, staged, strict=True):
+        assert all(torch.equal(e, f) for e, f in zip(expected, found, strict=True))
+        assert bool(found[-1].any()) == wire.lossy
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 8])
