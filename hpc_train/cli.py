@@ -8,7 +8,7 @@ that need them.
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
@@ -21,7 +21,7 @@ from hpc_train.config import Settings, load, parse_bytes
 from hpc_train.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UserError
 
 if TYPE_CHECKING:
-    from hpc_train.comm.interface import World
+    from hpc_train.comm.interface import Wire, World
     from hpc_train.tasks.task import Task
 
 T = TypeVar("T")
@@ -134,9 +134,24 @@ def plan(
         str | None, typer.Option(help="Of a host's line: 25GB/s, 200Mbit/s.", show_default=False)
     ] = None,
     latency: Annotated[str | None, typer.Option(help="Between hosts: 2us.", show_default=False)] = None,
+    latency_host: Annotated[
+        str | None, typer.Option(help="Between ranks of a host: 0.5us.", show_default=False)
+    ] = None,
     overhead: Annotated[
         str | None,
         typer.Option(help="A rank's own time for a message it sends or takes: 50us.", show_default=False),
+    ] = None,
+    speeds: Annotated[
+        str | None,
+        typer.Option(help="Of each host, against the profile's: 1,1,0.5.", show_default=False),
+    ] = None,
+    wires: Annotated[
+        str | None,
+        typer.Option(help="Of gradients, that may be chosen, too: fp16,int8.", show_default=False),
+    ] = None,
+    pipeline_wires: Annotated[
+        str | None,
+        typer.Option(help="Of activations, that may be chosen, too: bf16.", show_default=False),
     ] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Layers' times; measured here if not given.", show_default=False)
@@ -158,27 +173,19 @@ def plan(
     from hpc_train.training.preview import preview
 
     settings, task = _load(config, overrides)
-    described = (
-        ranks_per_host,
-        memory,
-        bandwidth_host,
-        bandwidth,
-        latency,
-        overhead,
-        profile,
-        save_profile,
-        write,
-    )
-    if not settings.grid.auto and not any(described):
+    network = (bandwidth_host, bandwidth, latency, latency_host, overhead)
+    described = (ranks_per_host, memory, speeds, wires, pipeline_wires, profile, save_profile, write)
+    if not settings.grid.auto and not any((*network, *described)):
         print(preview(settings, task, ranks, picture))  # noqa: T201
         return
+    from hpc_train.comm.interface import Wire
     from hpc_train.planning.cluster import Cluster
     from hpc_train.training.foresee import foresee
 
-    cluster = Cluster.read(
-        ranks, ranks_per_host, memory, bandwidth_host, bandwidth, latency, overhead=overhead
-    )
-    print(foresee(settings, task, cluster, profile, save_profile, write, picture))  # noqa: T201
+    cluster = Cluster.read(ranks, ranks_per_host, memory, *network, speeds)
+    known = [wire for wire in Wire if wire is not Wire.INT8]
+    allowed = _wires("--wires", wires, list(Wire)), _wires("--pipeline-wires", pipeline_wires, known)
+    print(foresee(settings, task, cluster, profile, save_profile, write, picture, *allowed))  # noqa: T201
 
 
 @app.command()
@@ -229,11 +236,9 @@ def bench_allreduce(
     from hpc_train.training.guard import guard
 
     def options() -> tuple[list[int], list[Wire]]:
-        known = [wire.value for wire in Wire]
-        if unknown := [wire for wire in wires.split(",") if wire not in known]:
-            raise UserError(f"--wires {wires}: {unknown[0]!r} is unknown: known are {', '.join(known)}")
+        formats = _wires("--wires", wires, list(Wire))
         try:
-            return [parse_bytes(size) for size in sizes.split(",")], [Wire(wire) for wire in wires.split(",")]
+            return [parse_bytes(size) for size in sizes.split(",")], formats
         except ValueError as error:
             raise UserError(f"--sizes {sizes}: {error}") from None
 
@@ -268,6 +273,15 @@ def doctor(as_json: AsJson = False) -> None:
         return findings.exit_code
 
     sys.exit(guard(world, run))
+
+
+def _wires(option: str, text: str | None, known: Sequence["Wire"]) -> list["Wire"]:
+    """The wires in an option's list; none where it is not given."""
+    by_name = {wire.value: wire for wire in known}
+    names = text.split(",") if text else []
+    if unknown := [name for name in names if name not in by_name]:
+        raise UserError(f"{option} {text}: {unknown[0]!r} is unknown: known are {', '.join(by_name)}")
+    return [by_name[name] for name in names]
 
 
 def _load(config: Path, overrides: list[str] | None) -> tuple[Settings, "Task"]:

@@ -45,6 +45,7 @@ Bytes = Annotated[PositiveInt, BeforeValidator(parse_bytes)]
 
 
 WireName = Literal["fp32", "fp16", "bf16", "int8"]
+PipelineWireName = Literal["fp32", "fp16", "bf16"]
 
 
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
@@ -124,7 +125,7 @@ class GradientSettings(Section):
     overlap: bool = True  # sum in a thread while backward runs
     local_steps: PositiveInt = 1  # H > 1: no gradient sums; parameters are averaged every H steps
     tune: bool = False  # try bucket sizes and wires over the first steps
-    tune_wires: tuple[WireName, ...] = ()  # wires that may be tried beside `wire`
+    tune_wires: tuple[WireName, ...] = ()  # that tune, or grid = "auto", may choose beside `wire`
 
 
 class PipelineSettings(Section):
@@ -133,7 +134,8 @@ class PipelineSettings(Section):
     schedule: ScheduleName = "1f1b"  # or a file in PyTorch's notation that ends in .csv
     chunks: NonNegativeInt = 0  # that a stage holds; 0: as the schedule has it, 2 with interleaved
     split: Literal["auto"] | tuple[PositiveInt, ...] = "auto"  # or layers of each chunk: [4, 2]
-    wire: Literal["fp32", "fp16", "bf16"] = "fp32"  # of activations and their gradients between stages
+    wire: PipelineWireName = "fp32"  # of activations and their gradients between stages
+    tune_wires: tuple[PipelineWireName, ...] = ()  # that grid = "auto" may choose beside `wire`
     recompute: Literal["none", "all", "auto"] = "none"  # activations in backward, instead of keeping them
 
 
@@ -241,9 +243,15 @@ def _check_together(settings: Settings) -> None:
             f"optimizer.sharded=true shares the update of every step, but with gradients.local_steps="
             f"{gradients.local_steps} each replica makes its own: set one of them to false or 1"
         )
-    if gradients.tune_wires and not gradients.tune:
+    planned = settings.grid.auto and gradients.local_steps == 1
+    if gradients.tune_wires and not (gradients.tune or planned):
         raise UserError(
-            f"gradients.tune_wires={','.join(gradients.tune_wires)} are tried by gradients.tune=true only"
+            f"gradients.tune_wires={','.join(gradients.tune_wires)} are tried by gradients.tune=true "
+            'and grid="auto" only'
+        )
+    if settings.pipeline.tune_wires and not settings.grid.auto:
+        raise UserError(
+            f'pipeline.tune_wires={",".join(settings.pipeline.tune_wires)} are tried by grid="auto" only'
         )
     if settings.optimizer.sharded and gradients.compression != "none":
         raise UserError(

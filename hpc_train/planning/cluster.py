@@ -46,10 +46,13 @@ class Cluster:
         for noun in ("latency_host_s", "latency_s", "burst_bytes", "overhead_s", "overlap_cost"):
             if getattr(self, noun) < 0:
                 raise UserError(f"a cluster with {noun} {getattr(self, noun)}: give 0 or more")
-        if self.speeds and (len(self.speeds) != self.hosts or not min(self.speeds) > 0):
+        if self.speeds and (
+            len(self.speeds) != self.hosts or not all(0 < speed < math.inf for speed in self.speeds)
+        ):
             raise UserError(
-                f"{len(self.speeds)} speeds {list(self.speeds)[:4]} for {self.hosts} hosts: "
-                "give a number above 0 for each"
+                f"{len(self.speeds)} speed{'s' * (len(self.speeds) > 1)} {list(self.speeds)[:4]} for "
+                f"{self.hosts} host{'s' * (self.hosts > 1)} of {self.ranks_per_host} ranks: "
+                "give a number above 0 for each host"
             )
 
     @classmethod
@@ -63,7 +66,7 @@ class Cluster:
         latency: str | None = None,
         latency_host: str | None = None,
         overhead: str | None = None,
-        speeds: tuple[float, ...] = (),
+        speeds: str | None = None,
     ) -> "Cluster":
         """The cluster that options of `hpc-train plan` describe; what is left out has no limit or latency.
 
@@ -79,7 +82,7 @@ class Cluster:
             read_seconds("--latency-host", latency_host) if latency_host else 0.0,
             read_seconds("--latency", latency) if latency else 0.0,
             overhead_s=read_seconds("--overhead", overhead) if overhead else 0.0,
-            speeds=speeds,
+            speeds=_read_speeds(speeds) if speeds else (),
         )
 
     @property
@@ -90,3 +93,10 @@ class Cluster:
     def speed_of(self, host: int) -> float:
         """Against the one that the profile was measured on."""
         return self.speeds[host] if self.speeds else 1.0
+
+
+def _read_speeds(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(speed) for speed in text.split(","))
+    except ValueError:
+        raise UserError(f"--speeds {text}: no numbers: write for instance 1,1,0.5") from None

@@ -1,6 +1,7 @@
 """What the settings leave to a measurement at the start: the grid, the schedule, recomputation.
 
-grid = "auto"              every setting of grid, micro-batch and pipeline that is not given is chosen
+grid = "auto"              every setting of grid, micro-batch and pipeline that is not given is chosen, and
+                           wires among the given ones and those in `tune_wires`
 pipeline.recompute=auto    activations are computed again only where they do not fit into memory
 """
 
@@ -57,13 +58,28 @@ def options_of(settings: Settings, split: Sequence[range] = ()) -> Options:
         micro_batches=(batch.micro_batch,) if given(batch, "micro_batch") else (),
         split=tuple(map(len, split)) or by_hand,
         recompute=(recompute,) if recompute != "auto" and given(pipeline, "recompute") else ("none", "all"),
-        wires=(Wire(gradients.wire),),
-        pipeline_wires=(Wire(pipeline.wire),),
+        wires=_allowed(gradients.wire, gradients.tune_wires if free else ()),
+        pipeline_wires=_allowed(pipeline.wire, pipeline.tune_wires if free else ()),
         sharded=settings.optimizer.sharded,
         error_feedback=gradients.error_feedback,
         bucket_bytes=gradients.bucket_bytes,
         overlap=gradients.overlap,
     )
+
+
+def _allowed(given: str, others: Sequence[str]) -> tuple[Wire, ...]:
+    """Wires that may be chosen, the given one first: where others are no faster it stays."""
+    return tuple(Wire(name) for name in dict.fromkeys((given, *others)))
+
+
+def left_out(settings: Settings) -> list[str]:
+    """What the settings do that is not foreseen, a line each."""
+    gradients, lines = settings.gradients, []
+    if gradients.compression != "none":
+        lines.append(f"gradients.compression={gradients.compression}: sends less than is")
+    if gradients.local_steps > 1:
+        lines.append(f"gradients.local_steps={gradients.local_steps}: sends less often than is")
+    return [f"not foreseen: {line} counted, as gradients that are summed whole each step" for line in lines]
 
 
 def resolve(settings: Settings, task: Task, world: World, note: Callable[[str], None]) -> Settings:
@@ -91,7 +107,7 @@ def resolve(settings: Settings, task: Task, world: World, note: Callable[[str], 
     profile, cluster = measure_all(settings, task, world, device)
     planned = plan(profile, cluster, settings.batch.size, options_of(settings, split))  # alike on all ranks
     if world.rank == 0:
-        for line in table(planned).splitlines():
+        for line in (*table(planned).splitlines(), *left_out(settings)):
             note(line)
     return chosen(settings, planned)
 
@@ -123,6 +139,10 @@ def chosen(settings: Settings, planned: Planned) -> Settings:
     values = settings_of(planned.best[0])
     if not settings.grid.auto:
         values = {"pipeline.recompute": values["pipeline.recompute"]}
+    if settings.gradients.tune_wires and not settings.gradients.tune:  # their choice is made
+        values["gradients.tune_wires"] = ()
+    if settings.pipeline.tune_wires:
+        values["pipeline.tune_wires"] = ()
     return changed(settings, {**values, "grid.auto": False})
 
 

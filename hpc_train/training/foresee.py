@@ -1,10 +1,13 @@
 """`hpc-train plan` for a cluster that need not be there: the best grids, schedules and settings, foreseen."""
 
 import socket
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from hpc_train.comm.interface import Wire
 from hpc_train.config import GridSettings, Settings
 from hpc_train.errors import UserError
 from hpc_train.pipeline.drawing import draw
@@ -17,7 +20,7 @@ from hpc_train.planning.planner import plan
 from hpc_train.planning.profile import Profile, read_profile
 from hpc_train.planning.table import table
 from hpc_train.tasks.task import Task
-from hpc_train.training.autoplan import chosen, options_of
+from hpc_train.training.autoplan import chosen, left_out, options_of
 from hpc_train.training.guard import say
 from hpc_train.training.profiling import measure
 
@@ -30,6 +33,8 @@ def foresee(
     save_profile: Path | None = None,
     write: Path | None = None,
     picture: Path | None = None,
+    wires: Sequence[Wire] = (),
+    pipeline_wires: Sequence[Wire] = (),
 ) -> str:
     """The best plans as a table, why others lose, and the best one's schedule.
 
@@ -41,6 +46,8 @@ def foresee(
         save_profile: where to keep what is measured now.
         write: where to write the settings with the best plan.
         picture: where to draw its schedule.
+        wires: of gradients, that may be chosen beside those that the settings allow.
+        pipeline_wires: of activations, the same.
 
     Raises:
         UserError: nothing fits, a file cannot be read or written, or the profile is of another model.
@@ -49,11 +56,11 @@ def foresee(
     if save_profile:
         _write(save_profile, layers.to_json())
     free = settings if settings.grid.auto else settings.model_copy(update={"grid": GridSettings(auto=True)})
-    options = options_of(free)
+    options = _widened(options_of(free), settings, wires, pipeline_wires)
     planned = plan(layers, cluster, settings.batch.size, options)
     best = planned.best[0]
     simulation = play(best, layers, cluster, settings.batch.size, options)
-    parts = [f"profile: {layers.source}", table(planned), draw(simulation.order)]
+    parts = [f"profile: {layers.source}", table(planned), *left_out(settings), draw(simulation.order)]
     if write:
         _write(write, chosen(free, planned).to_toml())
         parts.append(f"settings with the best plan: {write}")
@@ -64,6 +71,22 @@ def foresee(
         save_chart(picture, simulation, f"{grid}, {best.schedule}, without gradient sums")
         parts.append(f"drawn: {picture}")
     return "\n\n".join(parts)
+
+
+def _widened(
+    options: Options, settings: Settings, wires: Sequence[Wire], pipeline_wires: Sequence[Wire]
+) -> Options:
+    local_steps = settings.gradients.local_steps
+    if wires and local_steps > 1:
+        raise UserError(
+            f"--wires {','.join(wire.value for wire in wires)}: with gradients.local_steps={local_steps} no "
+            "gradients are summed: leave the option out, or set local_steps to 1"
+        )
+    return replace(
+        options,
+        wires=tuple(dict.fromkeys((*options.wires, *wires))),
+        pipeline_wires=tuple(dict.fromkeys((*options.pipeline_wires, *pipeline_wires))),
+    )
 
 
 def play(

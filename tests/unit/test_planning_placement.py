@@ -27,7 +27,7 @@ def test_a_cluster_as_options_describe_it():
         ((0, 1), "a cluster with ranks 0: give a number above 0"),
         ((4, 2, 1e9, 0.0), "a cluster with bandwidth_host 0.0"),
         ((4, 2, 1e9, 1.0, 1.0, 0.0, -1.0), "a cluster with latency_s -1.0: give 0 or more"),
-        ((4, 2, 1e9, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, (1.0,)), r"1 speeds \[1.0\] for 2 hosts"),
+        ((4, 2, 1e9, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, (1.0,)), r"1 speed \[1.0\] for 2 hosts of 2 ranks"),
     ],
 )
 def test_no_cluster(arguments, message):

@@ -82,6 +82,27 @@ def test_what_the_user_gives_is_kept_and_the_rest_is_open():
     assert half == Options()
 
 
+def test_wires_are_those_given_and_those_that_may_be_tried():
+    """Wires change a run's numbers: none is chosen that the settings do not name."""
+    wires = {"wire": "fp16", "tune_wires": ["int8", "fp16"]}
+    sections = {"gradients": wires, "pipeline": {"tune_wires": ["bf16"]}}
+    options = options_of(settings("auto", **sections))
+    assert options.wires == (Wire.FP16, Wire.INT8)
+    assert options.pipeline_wires == (Wire.FP32, Wire.BF16)
+    fixed = settings({"stages": 2}, gradients={**wires, "tune": True}, pipeline={"recompute": "auto"})
+    assert options_of(fixed).wires == (Wire.FP16,)
+
+
+def test_wires_that_were_chosen_are_not_chosen_again(planned_with):
+    sections = {"gradients": {"tune_wires": ["int8"]}, "pipeline": {"tune_wires": ["bf16"]}}
+    profile = even_layers(4, parameter_bytes=1000, output_bytes=1000)
+    (one, other), _ = planned_with(settings("auto", **sections), profile, 2, bandwidth=1.0)
+    assert one == other
+    assert (one.gradients.tune_wires, one.pipeline.tune_wires) == ((), ())
+    tuned = settings("auto", gradients={"tune": True, "tune_wires": ["int8"]})
+    assert planned_with(tuned, profile)[0][0].gradients.tune_wires == ("int8",)  # the first steps try it, too
+
+
 def test_a_fixed_grid_leaves_recomputation_alone_to_choose():
     options = options_of(
         settings({"stages": 2}, pipeline={"recompute": "auto"}, batch={"size": 12, "micro_batch": 2})

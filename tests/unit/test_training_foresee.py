@@ -1,6 +1,7 @@
 """`hpc-train plan` for a cluster that need not be there: what is printed, written and refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,87 @@ def test_a_cluster_that_is_too_small_is_one_line(refused, profile):
     words = refused(*CLUSTER, "--profile", profile, "--memory", "1kB")
     assert words.startswith("none of ")
     assert "fits into 1 kB a rank" in words
+
+
+def test_wires_that_are_allowed_are_tried_and_written(plan, profile):
+    slow = [*CLUSTER[:4], "--bandwidth", "1MB/s", "--profile", profile, "batch.micro_batch=1"]
+    alone, _ = plan(*slow, "--write", "alone.toml")
+    out, _ = plan(*slow, "--wires", "fp16,int8", "--pipeline-wires", "bf16", "--write", "best.toml")
+    settings = load("best.toml")
+    assert load("alone.toml").gradients.wire == "fp32"  # never a lossier one than the file's unless allowed
+    assert load("alone.toml").pipeline.wire == "fp32"
+    assert settings.gradients.wire == "int8"
+    assert " fp32" in alone.split("why others lose:")[0]
+    assert " int8" in next(line for line in out.splitlines() if line.startswith("1 "))
+    losers = out.split("why others lose:")[1]
+    assert "gradients in fp32: " in losers
+    assert "gradients in fp16: " in losers
+    assert "gradients in " not in alone
+
+
+def test_activations_in_bf16_win_where_lines_are_slow_and_stages_are_asked_for(plan, profile):
+    slow = [*CLUSTER[:4], "--bandwidth", "100kB/s", "--profile", profile, "grid.auto=true", "grid.stages=4"]
+    out, _ = plan(*slow, "--pipeline-wires", "bf16", "--write", "best.toml")
+    assert load("best.toml").pipeline.wire == "bf16"
+    assert "activations in fp32: " in out.split("why others lose:")[1]
+
+
+def test_wires_that_the_settings_allow_are_tried_without_an_option(plan, profile):
+    slow = [*CLUSTER[:4], "--bandwidth", "1MB/s", "--profile", profile, "grid=auto"]
+    given = ['gradients.tune_wires=["int8"]', 'pipeline.tune_wires=["bf16"]']
+    plan(*slow, *given, "--write", "best.toml")
+    settings = load("best.toml")  # which has no grid left to choose, and so no wires to choose from
+    assert settings.gradients.wire == "int8"
+    assert (settings.gradients.tune_wires, settings.pipeline.tune_wires) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--wires", "fp16,fp8"], "--wires fp16,fp8: 'fp8' is unknown: known are fp32, fp16, bf16, int8"),
+        (
+            ["--pipeline-wires", "int8"],
+            "--pipeline-wires int8: 'int8' is unknown: known are fp32, fp16, bf16",
+        ),
+        (
+            ["--wires", "fp16", "gradients.local_steps=4"],
+            "--wires fp16: with gradients.local_steps=4 no gradi",
+        ),
+        (["--speeds", "1,fast"], "--speeds 1,fast: no numbers: write for instance 1,1,0.5"),
+        (["--speeds", "1,0.5,1"], "3 speeds [1.0, 0.5, 1.0] for 2 hosts of 2 ranks: give a number above 0"),
+        (["--speeds", "1,nan"], "2 speeds [1.0, nan] for 2 hosts of 2 ranks: give a number above 0"),
+        (["--latency-host", "1"], "--latency-host 1: no time: write for instance 2us"),
+        (["pipeline.tune_wires=['bf16']"], 'pipeline.tune_wires=bf16 are tried by grid="auto" only'),
+    ],
+)
+def test_options_that_are_wrong_are_one_line(refused, profile, more, words):
+    options = [text for text in more if "=" not in text]
+    overrides = [text for text in more if "=" in text]
+    assert words in refused(*overrides, *CLUSTER, "--profile", profile, *options)
+
+
+def test_slow_hosts_hold_fewer_layers(plan, profile):
+    given = ["--ranks", "2", "--ranks-per-host", "1", "--profile", profile]
+    given += ["grid.auto=true", "grid.stages=2", "pipeline.schedule=1f1b"]
+    for speeds, split in (("1,0.4", (4, 1)), ("0.4,1", (1, 4))):
+        plan(*given, "--speeds", speeds, "--write", "best.toml")
+        assert load("best.toml").pipeline.split == split
+
+
+@pytest.mark.parametrize("given", ["gradients.compression=powersgd", "gradients.local_steps=8"])
+def test_what_is_not_foreseen_is_said(plan, profile, given):
+    out, _ = plan(*CLUSTER, given, "--profile", profile)
+    (line,) = [line for line in out.splitlines() if line.startswith("not foreseen: ")]
+    assert line.startswith(f"not foreseen: {given}: sends less ")
+    assert "not foreseen" not in plan(*CLUSTER, "--profile", profile)[0]
+
+
+def test_latency_within_a_host_is_counted(plan, profile):
+    given = ["--ranks", "2", "--profile", profile, "grid.auto=true", "grid.stages=2", "batch.micro_batch=1"]
+    near, _ = plan(*given)
+    far, _ = plan(*given, "--latency-host", "1s")
+    assert re.search(r"^1 1x2 .* [\d.]+ ms +", near, re.MULTILINE)
+    assert re.search(r"^1 1x2 .* [\d.]+ s +", far, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
