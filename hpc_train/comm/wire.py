@@ -7,9 +7,13 @@
     int8    n, then an exponent for each block of 128           2^-7 of the block's largest
 
 fp16 reaches from 6e-8 to 65,504, int8 from 1 to 127; gradients keep to neither.  So each block travels
-under a power of two of its own, which brings its largest magnitude to the top of the format.  Powers of
-two round nothing; the exponent, an int16, goes along.  Blocks begin at fixed places of a buffer, so that
-a value which was decoded is encoded again without a change.
+under a power of two of its own, which brings its largest finite magnitude to the top of the format.
+Powers of two round nothing; the exponent, an int16, goes along.  What is not finite stays so, as NaN in
+int8, and the values beside it lose nothing by it.
+
+What was decoded is encoded again without a change, so that a total may be handed on: blocks begin at
+fixed places of a buffer, and their exponent is that of the rounded magnitude, which rounding up to the
+next power of two makes larger by one.
 """
 
 import torch
@@ -20,6 +24,7 @@ from hpc_train.comm.interface import Losses, Wire
 BLOCK = 1024  # values: what every message is a multiple of, but for the end of a buffer
 _BLOCKS = {Wire.FP16: BLOCK, Wire.INT8: 128}
 _TOP_EXPONENT = {Wire.FP16: 15, Wire.INT8: 7}  # scaled magnitudes stay below 2^15, and below 2^7
+_HALF_A_UNIT = {Wire.FP16: 1 << 12, Wire.INT8: 0}  # in fp32's bits: fp16 has 13 fewer; int8 is cut at 127
 _EXPONENT_LIMIT = 126  # so that 2^e and 2^-e are both normal fp32 numbers
 _INFINITE = 255  # the exponent in the bits of an fp32 number that is inf or nan
 _NOT_FINITE = 1000  # added to the exponent of an int8 block that holds inf or nan
@@ -78,18 +83,17 @@ def decode(words: Tensor, values: Tensor, wire: Wire) -> None:
 def _encode_blocks(rows: Tensor, words: Tensor, wire: Wire, losses: Losses) -> None:
     codes, exponents = _parts(words, rows.shape[0], wire)
     largest = torch.maximum(rows.amax(dim=1), -rows.amin(dim=1))  # abs() would need memory of its own
-    biased = (largest.view(torch.int32) >> 23).bitwise_and_(_INFINITE)  # a NaN may have a sign
-    all_finite = int(biased.max()) < _INFINITE
+    finite = _biased_exponent(largest) < _INFINITE
+    all_finite = bool(finite.all())
     if not all_finite:
-        finite = biased < _INFINITE
         bad = ~rows.isfinite()
         losses.overflows += int(bad.sum())
+        cleared = rows.masked_fill(bad, 0.0)
+        largest = cleared.abs().amax(dim=1)
         if wire is Wire.INT8:
-            rows = rows.masked_fill(bad, 0.0)
-            biased = rows.abs().amax(dim=1).view(torch.int32) >> 23
+            rows = cleared
+    biased = _biased_exponent(largest, _HALF_A_UNIT[wire])
     shift = (_TOP_EXPONENT[wire] + 126 - biased).clamp_(max=_EXPONENT_LIMIT)
-    if not all_finite and wire is Wire.FP16:
-        shift = torch.where(finite, shift, 0)  # there is nothing to save in such a block
     scaled = rows * power_of_two(shift).unsqueeze(1)
     if wire is Wire.INT8:
         scaled.round_().clamp_(-127, 127)
@@ -99,6 +103,12 @@ def _encode_blocks(rows: Tensor, words: Tensor, wire: Wire, losses: Losses) -> N
         codes[bad] = _NAN_CODE
         shift = torch.where(finite, shift, shift + _NOT_FINITE)
     exponents.copy_(shift)
+
+
+def _biased_exponent(magnitudes: Tensor, half_a_unit: int = 0) -> Tensor:
+    """The exponent field of fp32 magnitudes, once they are rounded to units that end where this one does."""
+    bits = magnitudes.view(torch.int32) + half_a_unit
+    return (bits >> 23).bitwise_and_(_INFINITE)  # a NaN, and a zero, may have a sign
 
 
 def _underflows(rows: Tensor, codes: Tensor) -> int:

@@ -93,6 +93,24 @@ def test_error_feedback_on_a_device_goes_through_the_host_with_the_values(wire):
         assert bool(found[-1].any()) == wire.lossy
 
 
+@pytest.mark.parametrize("wire", Wire)
+def test_a_total_just_below_a_power_of_two_is_handed_on_as_it_came(wire):
+    """The first of 3 hosts hands the second's total on to the third, in words that it makes anew."""
+    one_block = torch.zeros(1024)
+    one_block[0] = 2 - 2.0**-20  # fp16 makes it 2, and then had one bit less for the small ones
+    one_block[1:] = 3 * 2.0**-38
+
+    def body(world):
+        collective = world.collective(Grid(world.size, 1), CPU)
+        buffer = one_block.repeat(16) if world.rank == 1 else torch.zeros(16 * 1024)
+        way = Way(halving(collective._hosts, world.rank), 9000, whole=False)
+        collective._routed.sum_(buffer, way, wire)
+        return buffer
+
+    first, *others = run_ranks(3, body)
+    assert all(torch.equal(other, first) for other in others)
+
+
 @pytest.mark.parametrize("in_flight", [1, 2, 8])
 @pytest.mark.parametrize("message_bytes", [1, 50_000, 10**9])
 def test_the_cut_changes_no_bit(message_bytes, in_flight):

@@ -53,6 +53,39 @@ def test_what_was_decoded_comes_back_unchanged(wire):
     assert torch.equal(there_and_back(once[BLOCK:], wire), once[BLOCK:])  # in another message, too
 
 
+@pytest.mark.parametrize("wire", LOSSY)
+def test_the_same_words_come_of_what_was_decoded(wire):
+    """A largest value just below a power of two became that power, and so had a larger exponent next time."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        magnitudes = 2.0 ** (-45 * torch.rand(3 * BLOCK, generator=generator))
+        values = magnitudes * torch.randn(3 * BLOCK, generator=generator).sign()
+        for block, below in enumerate(torch.randint(8, 25, (3,), generator=generator).tolist()):
+            values[block * BLOCK] = 1 - 2.0**-below
+        values *= 2.0 ** int(torch.randint(-126, 127, (), generator=generator))
+        words = torch.empty(encoded_bytes(wire, values.numel()), dtype=torch.uint8)
+        again = words.clone()
+        encode(values, words, wire, Losses())
+        decoded = torch.empty_like(values)
+        decode(words, decoded, wire)
+        encode(decoded, again, wire, Losses())
+        assert torch.equal(again, words)
+
+
+@pytest.mark.parametrize("wire", BLOCKS)
+def test_values_beside_one_that_is_not_finite_lose_nothing(wire):
+    """fp16 blocks with inf travelled without a scale: 1e6 became inf too, and 1e-9 zero."""
+    for magnitude in (1e-9, 1.0, 1e6, 1e30):
+        values = noise(BLOCKS[wire], magnitude)
+        clean = there_and_back(values, wire)
+        for bad in (float("inf"), float("-inf"), float("nan")):
+            spoiled, expected = values.clone(), clean.clone()
+            spoiled[7] = bad
+            expected[7] = bad if wire is Wire.FP16 else torch.nan
+            came = there_and_back(spoiled, wire)
+            torch.testing.assert_close(came, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("wire", BLOCKS)
 def test_each_block_has_a_scale_of_its_own(wire):
     block = BLOCKS[wire]
