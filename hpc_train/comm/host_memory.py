@@ -7,9 +7,9 @@ not survive a failed rank.
 
 import mmap
 import os
+import secrets
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from torch import Tensor
 
 _PAGE = mmap.PAGESIZE
 _FLOAT_BYTES = 4
+_TOKEN_BITS = 63  # of a signed 64-bit number
+_TOKEN_BYTES = 8
 
 
 class PrivateMemory:
@@ -77,24 +79,28 @@ class SharedMemory:
 
     Args:
         local_rank: of this process, among `local_size`.
-        broadcast: gives a small value of local rank 0 to all of the host.
+        broadcast: gives a few numbers of 63 bits, those of local rank 0, to all of the host.
         barrier: of the ranks of the host.
+        agree: True when it is true on every rank of the host; all wait for it.
 
     Raises:
-        OSError: this process cannot open what another has made (they are in different containers).
+        OSError: on all ranks, when some process cannot open what another has made (they are in different
+            containers, for instance).
     """
 
     def __init__(
         self,
         local_rank: int,
         local_size: int,
-        broadcast: Callable[[Any], Any],
+        broadcast: Callable[[Sequence[int]], Sequence[int]],
         barrier: Callable[[], None],
+        agree: Callable[[bool], bool],
     ) -> None:
         self._rank = local_rank
         self._size = local_size
         self._broadcast = broadcast
         self.barrier = barrier
+        self._agree = agree
         self._shelf = Shelf()
         self._scratch: Tensor | None = None
 
@@ -119,28 +125,66 @@ class SharedMemory:
         return self._scratch[:numel]
 
     def _map(self, num_bytes: int) -> mmap.mmap:
-        """A segment that local rank 0 makes and all map."""
-        made = -1
-        if self._rank == 0:
-            with suppress(OSError):  # the others would wait for it: all of them raise below
-                made = os.memfd_create("hpc_train gradients", os.MFD_CLOEXEC)
-                os.ftruncate(made, num_bytes)
-        pid, number = self._broadcast((os.getpid(), made))
-        opened = made if self._rank == 0 else _open(f"/proc/{pid}/fd/{number}")
+        """A segment that local rank 0 makes and all map.
+
+        A process in another container has numbers of its own: under the same path it may find another
+        file, even such a segment of other ranks.  So a token in the segment tells whether it is this one.
+        """
+        opened, segment, token = -1, None, secrets.randbits(_TOKEN_BITS)
         try:
-            segment = mmap.mmap(opened, num_bytes) if opened >= 0 else None
-            self.barrier()  # all have it: the file may go, the memory stays as long as somebody maps it
-        finally:
+            if self._rank == 0:
+                opened = _make(num_bytes)
+                segment = _mapped(opened, num_bytes)
+                if segment is not None:
+                    segment[:_TOKEN_BYTES] = token.to_bytes(_TOKEN_BYTES, "little")
+            pid, number, token = self._broadcast((os.getpid(), opened, token))
+            if self._rank != 0:
+                opened = _open(f"/proc/{pid}/fd/{number}")
+                segment = _mapped(opened, num_bytes, token)
+            shared = self._agree(segment is not None)
+        finally:  # all have it: the file may go, the memory stays as long as somebody maps it
             if opened >= 0:
                 os.close(opened)
-        if segment is None:
+        if segment is None or not shared:
             raise OSError(f"{num_bytes} bytes of shared memory of process {pid} on this host cannot be had")
+        if self._rank == 0:
+            segment[:_TOKEN_BYTES] = bytes(_TOKEN_BYTES)  # in this rank's row, which others read in sums only
         return segment
 
 
+# The other ranks wait for this one: so these tell a failure by their result, and nobody leaves early.
+
+
+def _make(num_bytes: int) -> int:
+    """A descriptor of anonymous memory, or -1."""
+    made = -1
+    try:
+        made = os.memfd_create("hpc_train gradients", os.MFD_CLOEXEC)
+        os.ftruncate(made, num_bytes)
+    except OSError:
+        if made >= 0:
+            os.close(made)
+        return -1
+    return made
+
+
 def _open(path: str) -> int:
-    """A descriptor, or -1: the others wait at the barrier, so nobody leaves early."""
+    """A descriptor of what another process has made, or -1."""
     try:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return -1
+
+
+def _mapped(descriptor: int, num_bytes: int, token: int | None = None) -> mmap.mmap | None:
+    """The memory behind a descriptor; None if there is none, or if it does not begin with the token."""
+    if descriptor < 0:
+        return None
+    try:
+        segment = mmap.mmap(descriptor, num_bytes)
+    except (OSError, ValueError):  # another kind of file, or a shorter one
+        return None
+    if token is None or int.from_bytes(segment[:_TOKEN_BYTES], "little") == token:
+        return segment
+    segment.close()
+    return None

@@ -6,6 +6,7 @@ Environment:
 """
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ class MpiHost:
         self.memory: SharedMemory | None = None
         if self.hosts.alone:
             return
-        memory = SharedMemory(self._comm.rank, self._comm.size, self._broadcast, self._barrier)
+        memory = SharedMemory(self._comm.rank, self._comm.size, self._broadcast, self._barrier, self._agree)
         try:
             memory.allocate(1)
             shared = True
@@ -52,13 +53,18 @@ class MpiHost:
         with self._waits.turn():
             self._comm.Free()
 
-    def _broadcast(self, numbers: tuple[int, int]) -> tuple[int, int]:
-        both = np.array(numbers, dtype=np.int64)
-        self._run("Bcast", both, 0)
-        return int(both[0]), int(both[1])
+    def _broadcast(self, numbers: Sequence[int]) -> Sequence[int]:
+        given = np.array(numbers, dtype=np.int64)
+        self._run("Bcast", given, 0)
+        return [int(number) for number in given]
 
     def _barrier(self) -> None:
         self._run("Barrier")
+
+    def _agree(self, flag: bool) -> bool:
+        all_of_us = np.array([flag], dtype=np.int32)
+        self._run("Allreduce", MPI.IN_PLACE, all_of_us, MPI.MIN)
+        return bool(all_of_us[0])
 
     def _run(self, name: str, *args: Any) -> None:
         self._waits.run(self._comm, name, *args, doing=_DOING)

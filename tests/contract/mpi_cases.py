@@ -1,6 +1,7 @@
 """What only the MPI backend has to show."""
 
 import gc
+import os
 from pathlib import Path
 
 import pytest
@@ -85,17 +86,31 @@ def check_ranks_that_cannot_share_memory_send_it(world: World) -> None:
     """As where each rank runs in a container of its own: every rank then counts as a host."""
     from hpc_train.comm import host_memory
 
-    usual, host_memory._open = host_memory._open, lambda path: -1
-    try:
-        collective = world.collective(Grid(world.size, 1), torch.device("cpu"))
-    finally:
-        host_memory._open = usual
-    assert collective._host.memory is None
-    buffer = collective.allocate(5000)
-    buffer.fill_(world.rank + 1.0)
-    collective.sum_(buffer, Wire.FP16)
-    assert buffer.tolist() == [world.size * (world.size + 1) / 2] * 5000
-    collective.close()
+    def another_file(num_bytes: int) -> int:
+        made = os.memfd_create("another container's")
+        os.ftruncate(made, num_bytes)
+        return made
+
+    usual = host_memory._open
+    # Nothing can be opened; or what is found there is too short, of another kind, or of other ranks.
+    for finds in (
+        lambda path: -1,
+        lambda path: another_file(0),
+        lambda path: os.open("/dev/null", os.O_RDWR),
+        lambda path: another_file(2**20),
+    ):
+        if world.rank == 1:  # the others find the right one
+            host_memory._open = finds
+        try:
+            collective = world.collective(Grid(world.size, 1), torch.device("cpu"))
+        finally:
+            host_memory._open = usual
+        assert collective._host.memory is None or world.size == 1
+        buffer = collective.allocate(5000)
+        buffer.fill_(world.rank + 1.0)
+        collective.sum_(buffer, Wire.FP16)
+        assert buffer.tolist() == [world.size * (world.size + 1) / 2] * 5000
+        collective.close()
 
 
 def check_replicas_that_differ_are_refused_before_they_share_memory(world: World) -> None:
