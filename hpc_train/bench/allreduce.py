@@ -1,6 +1,7 @@
 """`hpc-train bench allreduce`: this job's gradient sums beside the MPI library's own Allreduce.
 
-Each repetition makes every kind of sum once, one after the other; it takes as long as its slowest rank.
+Sums go the way that a training run would choose for them, and that is told.  Each repetition makes every
+kind of sum once, one after the other; it takes as long as its slowest rank.
 """
 
 import statistics
@@ -68,6 +69,8 @@ def run(world: World, sizes: Sequence[int], wires: Sequence[Wire]) -> list[Recor
     for num_bytes in sizes:
         numel = num_bytes // 4
         source = torch.randn(numel, generator=torch.Generator().manual_seed(world.rank))
+        for wire in wires:
+            _note(world, collective.prepare(numel, wire))  # as for buckets of this size
         plain, ours = torch.zeros(numel), collective.allocate(numel)
         kinds = [_contestant(library.name, Wire.FP32, plain, library.sum_, source, plain)]
         kinds += [
@@ -124,14 +127,18 @@ def _measure(world: World, kinds: Sequence[Contestant], num_bytes: int) -> list[
     warm_up = take_turns(world.control, kinds, _WARM_UPS)
     a_round_s = sum(times[-1] for times in warm_up)
     repetitions = rounds_within(_SECONDS_A_SIZE, a_round_s, *_REPETITIONS)
-    if world.rank == 0:
-        text = f"{num_bytes:,} bytes: {repetitions} repetitions, about {repetitions * a_round_s:.0f} s"
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
+    _note(world, f"{num_bytes:,} bytes: {repetitions} repetitions, about {repetitions * a_round_s:.0f} s")
     measured = take_turns(world.control, kinds, repetitions)
     return [
         Record(kind.impl, kind.wire, num_bytes, statistics.median(times), min(times))
         for kind, times in zip(kinds, measured, strict=True)
     ]
+
+
+def _note(world: World, text: str) -> None:
+    """A line on rank 0, beside the records; none for no text."""
+    if text and world.rank == 0:
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def render(records: Sequence[Record]) -> str:

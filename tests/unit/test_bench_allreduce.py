@@ -74,6 +74,33 @@ def test_a_sum_is_made_at_least_five_times(monkeypatch):
     assert len(calls) == RANKS * (1 + 3 + 5)  # compared, warm-ups and repetitions
 
 
+def test_each_kind_of_sum_goes_the_way_that_training_would_choose(monkeypatch, capsys):
+    """Without `prepare` the default way was timed, which between hosts a training run need not take."""
+    done = []
+    plain = LoopbackCollective.sum_
+
+    def prepare(self, numel, wire):
+        if self.rank == 0:
+            done.append(("prepare", numel, wire))
+        return f"{wire.value}: direct"
+
+    def sum_(self, buffer, wire, residual=None):
+        if self.rank == 0:
+            done.append(("sum", buffer.numel(), wire))
+        plain(self, buffer, wire, residual)
+
+    monkeypatch.setattr(LoopbackCollective, "prepare", prepare)
+    monkeypatch.setattr(LoopbackCollective, "sum_", sum_)
+    wires = [Wire.FP32, Wire.INT8]
+    run_ranks(RANKS, lambda world: run(world, [4096, 400], wires))
+    for numel in (1024, 100):
+        mine = [(what, wire) for what, n, wire in done if n == numel]
+        assert mine[: len(wires)] == [("prepare", wire) for wire in wires]
+        assert {what for what, _ in mine[len(wires) :]} == {"sum"}
+    told = capsys.readouterr().err.splitlines()
+    assert [line for line in told if "direct" in line] == 2 * ["fp32: direct", "int8: direct"]
+
+
 @pytest.mark.parametrize("wire", list(Wire))
 def test_a_sum_that_is_wrong_is_told(monkeypatch, wire):
     plain = LoopbackCollective.sum_
