@@ -109,8 +109,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._synchronized = False
         self._closed = False
         self._reducer = self._make_reducer()
-        if collective is None:
-            session.current().closed_at_shutdown.append(self)
+        self._session = session.current() if collective is None else None
+        if self._session is not None:
+            self._session.closed_at_shutdown.append(self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -220,6 +221,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._closed:
             return
         self._closed = True
+        if self._session is not None:  # which would keep the model and its optimizer alive
+            self._session.closed_at_shutdown.remove(self)
         if self._collective.size > 1:
             self._reducer.take_late()
             self._reducer.finish()  # a bucket may be under way on some rank

@@ -1,14 +1,17 @@
 """A script's place in its job, with one rank; tests/parallel/test_own_loop.py has several."""
 
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
 
 import hpc_train
 from hpc_train.errors import UserError
+from hpc_train.gradients import session
 
 
 @pytest.fixture
@@ -53,6 +56,27 @@ def test_the_horovod_names_work_alone():
     hpc_train.broadcast_optimizer_state(optimizer, root_rank=0)
     torch.testing.assert_close(model.weight.detach(), before - 0.1)
     assert optimizer.state[model.weight]["momentum_buffer"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_an_optimizer_that_is_closed_early_is_not_kept_until_shutdown():
+    """The session kept each of them, with its model and state: a search over settings ran out of memory."""
+    hpc_train.init()
+    model = torch.nn.Linear(2, 2)
+    early, late = (
+        hpc_train.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) for _ in range(2)
+    )
+    here = session.current()
+    assert here.closed_at_shutdown == [early, late]
+    early.close()
+    early.close()  # a second one does nothing
+    assert here.closed_at_shutdown == [late]
+    gone = weakref.ref(early)
+    del early
+    gc.collect()
+    assert gone() is None
+    hpc_train.shutdown()
+    assert here.closed_at_shutdown == []
+    late.close()
 
 
 def test_shutdown_without_init_does_nothing():
