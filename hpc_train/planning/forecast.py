@@ -1,6 +1,6 @@
 """What a choice would be like: its split, its memory and its time.  PURE: neither torch nor MPI."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,13 +13,13 @@ from hpc_train.grid import Grid
 from hpc_train.pipeline.partition import DoesNotFit, MemoryBound, split_by_hand, split_evenly
 from hpc_train.planning.choice import Candidate, Choice, Recompute, share_of
 from hpc_train.planning.cluster import Cluster
-from hpc_train.planning.memory import Memory, ties_of
+from hpc_train.planning.memory import Memory, passes, ties_of
 from hpc_train.planning.options import Options
 from hpc_train.planning.overlap import Sums, sums_of
 from hpc_train.planning.placement import Placement
 from hpc_train.planning.profile import Profile
-from hpc_train.planning.sums import WIRE_SHARE
 from hpc_train.planning.timeline import ChunkTimes, Pipe, live, order_of, play
+from hpc_train.planning.units import WIRE_SHARE
 
 Split = tuple[range, ...]
 StageOf = tuple[int, ...]
@@ -75,6 +75,18 @@ class _Passing(NamedTuple):
     least_s: float
 
 
+class _Least(NamedTuple):
+    """How long a pipeline takes at least.
+
+    `times`: by chunk and boundary.  `pipeline_s`: as its busiest stage or line.  `earliest_s`: by chunk,
+    before which its last backward does not start.
+    """
+
+    times: ChunkTimes
+    pipeline_s: float
+    earliest_s: list[float]
+
+
 class _Case(NamedTuple):
     """All that a split depends on."""
 
@@ -86,6 +98,7 @@ class _Case(NamedTuple):
     recompute: Recompute
     optimizer_share: float
     residual: bool
+    wire: Wire
 
 
 class Forecast:
@@ -112,16 +125,17 @@ class Forecast:
         self._sums = cache(self._make_sums)
         self._passing = cache(self._pass)
         self._fitting_split = cache(self._split_to_fit)
+        self._least = cache(self._bound)
 
     def draft(self, choice: Choice) -> Draft:
         """Split the layers, and tell how fast it could be at best.  Raises TooLarge."""
         stage_of = tuple(choice.stage_of)
         placement = self._placement(choice.grid, stage_of)
         split, rank_bytes = self._split(choice, stage_of, placement)
-        times = self._chunk_times(choice, split, stage_of, placement)
+        least = self._least(replace(choice, wire=Wire.FP32), split)  # the same with every wire of gradients
         sums = self._sums(choice.grid, stage_of, split, choice.wire)
-        bound_s = self._bound_s(choice, stage_of, split, times, sums)
-        return Draft(choice, split, times, sums, rank_bytes, bound_s)
+        bound_s = max(least.pipeline_s, sums.least_s(least.earliest_s)) + sums.finish_s
+        return Draft(choice, split, least.times, sums, rank_bytes, bound_s)
 
     def candidate(self, draft: Draft) -> Candidate:
         """Play a draft through."""
@@ -150,7 +164,8 @@ class Forecast:
         """The layers of each chunk, and the bytes of the fullest rank."""
         optimizer_share = 1 / choice.replicas if self.options.sharded else 1.0
         residual = choice.replicas > 1 and self.options.keeps_residual(choice.wire)
-        sizes = choice.micro_batch, choice.recompute, optimizer_share, residual
+        wire = choice.pipeline_wire if choice.stages > 1 else Wire.FP32
+        sizes = choice.micro_batch, choice.recompute, optimizer_share, residual, wire
         micro_batches = choice.micro_batches(self.batch_size)
         case = _Case(_pipe(choice), micro_batches, stage_of, tuple(placement.speeds), *sizes)
         split, rank_bytes = self._fitting_split(case)
@@ -161,7 +176,7 @@ class Forecast:
     def _split_to_fit(self, case: _Case) -> tuple[Split | None, float]:
         """The most even split that fits, and its fullest rank; or none, and that of one without a bound."""
         split = self._even_split(case.micro_batch, case.recompute, case.stage_of, case.speeds)
-        memory = self._memory(case.micro_batch, case.recompute, case.optimizer_share, case.residual)
+        memory = self._memory(*case[-5:])
         moments = live(case.pipe, case.micro_batches)
         even_bytes = max(memory.rank_bytes(split, case.stage_of, moments))
         limit = self.cluster.memory_bytes
@@ -172,7 +187,9 @@ class Forecast:
         most = [int(moments[stage][:, chunk].max()) for chunk, stage in enumerate(case.stage_of)]
 
         def bytes_of(start: Any, end: Any, chunk: int) -> Any:
-            return memory.fixed_bytes(start, end) + most[chunk] * memory.kept_bytes(start, end)
+            return memory.fixed_bytes(start, end) + most[chunk] * memory.kept_bytes(
+                start, end, *passes(chunk, case.stage_of)
+            )
 
         bound = MemoryBound(bytes_of, [limit] * case.pipe.stages)
         try:
@@ -219,10 +236,10 @@ class Forecast:
                     times_s[chunk + 1] += self.cluster.overhead_s
         return ChunkTimes(forward, inputs, weights, latency_s, line_s)
 
-    def _bound_s(
-        self, choice: Choice, stage_of: StageOf, split: Split, times: ChunkTimes, sums: Sums
-    ) -> float:
-        """A step takes at least so long: as its busiest stage, its busiest line, or its longest sum."""
+    def _bound(self, choice: Choice, split: Split) -> _Least:
+        """Without gradients' sums."""
+        stage_of = tuple(choice.stage_of)
+        times = self._chunk_times(choice, split, stage_of, self._placement(choice.grid, stage_of))
         micro_batches = choice.micro_batches(self.batch_size)
         forward, inputs, weights = (np.array(seconds) for seconds in times[:3])
         whole = choice.schedule in _WHOLE_BACKWARDS
@@ -248,7 +265,7 @@ class Forecast:
             sent_s = there_s[first] + forward[first] + micro_batches * sending_s[stage] + least_lag_s
             pipeline_s = max(pipeline_s, float(end_s), float(sent_s))
         earliest_s = there_s + micro_batches * work - (inputs + weights)
-        return max(pipeline_s, sums.least_s(earliest_s.tolist())) + sums.finish_s
+        return _Least(times, pipeline_s, earliest_s.tolist())
 
     def _pass(self, grid: Grid, stage_of: StageOf, split: Split, wire: Wire) -> _Passing:
         samples = share_of(self.batch_size, grid.replicas)
@@ -264,9 +281,9 @@ class Forecast:
         return sums_of(self.profile, self._ties, split, stage_of, placement, wire, self.options)
 
     def _make_memory(
-        self, micro_batch: int, recompute: Recompute, optimizer_share: float, residual: bool
+        self, micro_batch: int, recompute: Recompute, optimizer_share: float, residual: bool, wire: Wire
     ) -> Memory:
-        return Memory(self.profile, micro_batch, recompute, optimizer_share, residual)
+        return Memory(self.profile, micro_batch, recompute, optimizer_share, residual, wire)
 
     def _place(self, grid: Grid, stage_of: StageOf) -> Placement:
         pairs = {(one, other) for one, other in pairwise(stage_of) if one != other}

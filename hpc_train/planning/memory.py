@@ -1,9 +1,10 @@
 """What a rank keeps in memory.  PURE: neither torch nor MPI.
 
 for each parameter     itself, its gradient, the optimizer's state, what a lossy wire rounded off
-for each micro-batch   activations from its forward until its backward; with recompute the layers' inputs
-                       alone, and then the activations of the one layer that is computed again
-for each chunk         two messages each way: one that is computed with, one under way
+for each micro-batch   activations from its forward until its backward, with the input that came and the
+                       output that was sent; with recompute the layers' inputs and that output alone, and
+                       then the activations of the one layer that is computed again
+for each chunk         two messages of gradients each way: one that is computed with, one under way
 """
 
 from collections.abc import Sequence
@@ -12,8 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hpc_train.comm.interface import Wire
 from hpc_train.planning.choice import Recompute
 from hpc_train.planning.profile import Profile
+from hpc_train.planning.units import WIRE_SHARE
 
 
 class Tie(NamedTuple):
@@ -43,6 +46,7 @@ class Memory:
         recompute: what is kept of activations.
         optimizer_share: the share of the optimizer's state that a replica has: 1, or 1 / replicas if sharded.
         residual: whether what the wire rounds off is kept.
+        wire: of activations between stages.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Memory:
         recompute: Recompute,
         optimizer_share: float = 1.0,
         residual: bool = False,
+        wire: Wire = Wire.FP32,
     ) -> None:
         layers = profile.layers
         self._owned = (
@@ -65,6 +70,12 @@ class Memory:
         self._fixed = np.array([0.0, *np.cumsum(fixed)])
         self._kept = np.array([0.0, *np.cumsum(kept)])
         self._entering = entering
+        # Of what goes from layer to layer the one before keeps some anyway: sent as it is, that is no more
+        # memory, but received it is; and what is encoded is a copy. With recompute nothing is kept anyway.
+        anyway = np.array([0.0, *(layer.kept_output_bytes * micro_batch for layer in layers[:-1]), 0.0])
+        anyway = np.zeros_like(entering) if recompute == "all" else np.minimum(anyway, entering)
+        self._received = anyway
+        self._sent = entering * WIRE_SHARE[wire] if wire.lossy else entering - anyway
         self._again = _largest(activations) if recompute == "all" else None
         self._ties = ties_of(profile)
 
@@ -74,9 +85,13 @@ class Memory:
         again = 0.0 if self._again is None else self._again[start, end]
         return self._fixed[end] - self._fixed[start] + messages + again
 
-    def kept_bytes(self, start: Any, end: Any) -> Any:
-        """Of layers start to end - 1, for each micro-batch that waits for its backward."""
-        return self._kept[end] - self._kept[start]
+    def kept_bytes(self, start: Any, end: Any, receives: bool = True, sends: bool = True) -> Any:
+        """Of layers start to end - 1, for each micro-batch that waits for its backward.
+
+        `receives`, `sends`: whether the chunks before and after are on other stages.
+        """
+        kept = self._kept[end] - self._kept[start]
+        return kept + receives * self._received[start] + sends * self._sent[end]
 
     def least_bytes(self, stages: int) -> float:
         """What the fullest of so many ranks needs at least, even without activations."""
@@ -87,7 +102,12 @@ class Memory:
         self, split: Sequence[range], stage_of: Sequence[int], moments: Sequence[NDArray[np.int64]]
     ) -> list[float]:
         """Of each stage, where `moments` are what it holds at its fullest; see `timeline.live`."""
-        kept = np.array([self.kept_bytes(layers.start, layers.stop) for layers in split])
+        kept = np.array(
+            [
+                self.kept_bytes(layers.start, layers.stop, *passes(chunk, stage_of))
+                for chunk, layers in enumerate(split)
+            ]
+        )
         total = [float((counts @ kept).max(initial=0.0)) for counts in moments]
         for chunk, layers in enumerate(split):
             total[stage_of[chunk]] += float(self.fixed_bytes(layers.start, layers.stop))
@@ -100,6 +120,13 @@ class Memory:
                 total[stage] -= tie.num_bytes * (2 + self._owned if stage in seen else self._owned)
                 seen.add(stage)
         return total
+
+
+def passes(chunk: int, stage_of: Sequence[int]) -> tuple[bool, bool]:
+    """Whether a chunk receives its input from another stage, and sends its output to one."""
+    here = stage_of[chunk]
+    before, after = stage_of[max(chunk - 1, 0)], stage_of[min(chunk + 1, len(stage_of) - 1)]
+    return before != here, after != here
 
 
 def _largest(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -76,6 +76,7 @@ class LayerProfile(Section):
         weight: seconds of the backward for the weights.
         activation_bytes: that a sample's forward keeps until its backward.
         output_bytes: of a sample, as they go to the next layer in fp32.
+        kept_output_bytes: those among them that are activations of this layer, too, and count there.
         parameter_bytes: of all its parameters.
         frozen_bytes: of those among them that are not trained: they have no gradient.
         tied: bytes of those that are one with other layers' parameters, by the name of the tie.
@@ -87,6 +88,7 @@ class LayerProfile(Section):
     weight: Curve = Curve()
     activation_bytes: NonNegativeFloat = 0.0
     output_bytes: NonNegativeFloat = 0.0
+    kept_output_bytes: NonNegativeFloat = 0.0
     parameter_bytes: NonNegativeInt = 0
     frozen_bytes: NonNegativeInt = 0
     tied: Mapping[str, NonNegativeInt] = Field(default_factory=dict)

@@ -10,14 +10,7 @@ import math
 from hpc_train.comm.interface import Wire
 from hpc_train.planning.cluster import Cluster
 from hpc_train.planning.placement import Summing
-
-# Bytes on the wire for each byte in fp32, with the exponents of blocks; see comm/wire.py.
-WIRE_SHARE = {
-    Wire.FP32: 1.0,
-    Wire.BF16: 0.5,
-    Wire.FP16: 0.5 + 2 / (4 * 1024),
-    Wire.INT8: 0.25 + 2 / (4 * 128),
-}
+from hpc_train.planning.units import WIRE_SHARE
 
 
 def half_seconds(num_bytes: float, wire: Wire, buckets: int, at: Summing, cluster: Cluster) -> float:

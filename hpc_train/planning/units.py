@@ -3,8 +3,17 @@
 import math
 import re
 
+from hpc_train.comm.interface import Wire
 from hpc_train.config import parse_bytes
 from hpc_train.errors import UserError
+
+# Bytes on the wire for each byte in fp32, with the exponents of blocks; see comm/wire.py.
+WIRE_SHARE = {
+    Wire.FP32: 1.0,
+    Wire.BF16: 0.5,
+    Wire.FP16: 0.5 + 2 / (4 * 1024),
+    Wire.INT8: 0.25 + 2 / (4 * 128),
+}
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
 _PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}

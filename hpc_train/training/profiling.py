@@ -46,7 +46,7 @@ class _Measured:
     weight_s: float
     kept_bytes: int
     output: Any
-    known: set[int]  # memory of the output that the layer keeps
+    known: dict[int, int]  # memory of the output that the layer keeps, and its bytes
 
     @property
     def total_s(self) -> float:
@@ -101,7 +101,7 @@ def measure(
         layers.append(profile.model_copy(update={"title": spec.title or f"layer {index}"}))
         del flows[len(measured) :]
         for flow, one in zip(flows, measured, strict=True):
-            flow.value, flow.known = one.output, one.known
+            flow.value, flow.known = one.output, set(one.known)
     per_byte, seconds = _measure_optimizer(settings.optimizer, device)
     return Profile(
         layers=tuple(_with_ties(layers, specs, ties)),
@@ -176,6 +176,7 @@ def _measure_layer(
         weight=curve(one.weight_s for one in measured),
         activation_bytes=most.kept_bytes / most_samples,
         output_bytes=0 if loss else sum(map(_num_bytes, tensors_of(most.output))) / most_samples,
+        kept_output_bytes=sum(most.known.values()) / most_samples,
         parameter_bytes=sum(map(_num_bytes, parameters)),
         frozen_bytes=sum(_num_bytes(p) for p in parameters if not p.requires_grad),
     )
@@ -212,7 +213,8 @@ def _measure_flow(layer: nn.Module, flow: _Flow, loss: Any, device: torch.device
     forward_s, input_s, weight_s = (statistics.median(column) for column in zip(*repeats, strict=True))
     counted = sum(size for memory, size in kept.items() if memory not in own and memory not in flow.known)
     result = output if loss is None else None
-    known = set(kept) & {t.untyped_storage().data_ptr() for t in tensors_of(result)}
+    outputs = {t.untyped_storage().data_ptr() for t in tensors_of(result)}
+    known = {memory: size for memory, size in kept.items() if memory in outputs}
     return _Measured(forward_s, input_s, weight_s, counted, _detached(result), known)
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 from profiles import even_layers
 
+from hpc_train.comm.interface import Wire
 from hpc_train.planning.memory import Memory, ties_of
 from hpc_train.planning.profile import Curve, LayerProfile, Profile
 from hpc_train.planning.timeline import Pipe, live
@@ -12,20 +13,48 @@ FOUR = even_layers(4, activation_bytes=100, output_bytes=7, parameter_bytes=10)
 
 
 def test_two_stages():
-    """1f1b: stage 0 keeps 2 micro-batches of 3 samples, stage 1 keeps 1; two messages each way."""
+    """1f1b: stage 0 keeps 2 micro-batches of 3 samples and has sent 2 outputs, stage 1 keeps 1."""
     memory = Memory(FOUR, micro_batch=3, recompute="none")
     moments = live(Pipe("1f1b", 1, 2), 8)
     rank_bytes = memory.rank_bytes([range(3), range(3, 4)], [0, 1], moments)
-    messages = 2 * 3 * 7
-    assert rank_bytes == [3 * 40 + 2 * 3 * 300 + messages, 40 + 3 * 100 + messages]
+    gradients = 2 * 3 * 7  # one that is computed with, one under way
+    assert rank_bytes == [3 * 40 + 2 * 3 * (300 + 7) + gradients, 40 + 3 * 100 + gradients]
     assert memory.least_bytes(2) == 80
 
 
-def test_recompute_keeps_inputs_and_one_layer():
+def test_gpipe_has_sent_an_output_of_every_micro_batch_before_the_first_gradient_comes():
+    memory = Memory(FOUR, micro_batch=3, recompute="none")
+    first, last = memory.rank_bytes([range(2), range(2, 4)], [0, 1], live(Pipe("gpipe", 1, 2), 8))
+    gradients = 2 * 3 * 7
+    assert first == 2 * 40 + 8 * 3 * (200 + 7) + gradients
+    assert last == 2 * 40 + 8 * 3 * 200 + gradients
+
+
+def test_recompute_keeps_inputs_and_the_output_and_one_layer():
     memory = Memory(FOUR, micro_batch=3, recompute="all")
     moments = live(Pipe("1f1b", 1, 2), 8)
-    kept = 2 * 3 * (0 + 7)  # the batch itself is not counted
+    kept = 2 * 3 * (0 + 7 + 7)  # the batch itself is not counted
     assert memory.rank_bytes([range(2), range(2, 4)], [0, 1], moments)[0] == 80 + kept + 300 + 2 * 3 * 7
+
+
+def test_an_output_that_its_layer_keeps_is_kept_on_both_stages():
+    """Sent as it is it is one memory with the activation; what comes is another, and an encoded one is."""
+    relu = even_layers(4, activation_bytes=100, output_bytes=8, kept_output_bytes=8)
+    moments = live(Pipe("gpipe", 1, 2), 5)
+    for wire, sent in ((Wire.FP32, 0), (Wire.BF16, 4)):
+        memory = Memory(relu, 1, "none", wire=wire)
+        first, last = memory.rank_bytes([range(2), range(2, 4)], [0, 1], moments)
+        assert (first, last) == (5 * (200 + sent) + 16, 5 * (200 + 8) + 16)
+
+
+def test_chunks_of_one_stage_send_nothing_to_each_other():
+    """zb-v on a single stage: what goes from its first chunk to its second is no message."""
+    memory = Memory(FOUR, 1, "none")
+    held = [np.array([[3, 3]])]
+    apart = [np.array([[3, 0]]), np.array([[0, 3]])]
+    split = [range(2), range(2, 4)]
+    one = memory.rank_bytes(split, [0, 0], held)
+    assert sum(memory.rank_bytes(split, [0, 1], apart)) == one[0] + 3 * 7
 
 
 def test_a_sharded_optimizer_and_a_residual():

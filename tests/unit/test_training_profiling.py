@@ -92,6 +92,8 @@ def test_an_input_counts_where_the_layer_before_does_not_keep_it():
     layers = measure(Layers(partial(linear_tanh, 3, 4), tanh, gelu, tanh, gelu, partial(nn.Linear, 4, 1)))
     kept = [layer.activation_bytes / FLOAT for layer in layers.layers]
     assert kept == [3 + 4, 4, 4, 4 + 4, 4, 4 + 1]
+    outputs = [layer.kept_output_bytes / FLOAT for layer in layers.layers]
+    assert outputs == [4, 4, 0, 4, 0, 0]  # tanh keeps its output, gelu its input
 
 
 def test_layers_that_are_the_same_are_measured_once():
