@@ -2,7 +2,8 @@
 
 Environment:
     HPC_TRAIN_THREAD_LEVEL   multiple (default) | serialized | funneled: the thread level to ask MPI for
-    HPC_TRAIN_GPU_AWARE_MPI  1: MPI takes device memory; without it tensors go through the host
+    HPC_TRAIN_GPU_AWARE_MPI  1: MPI takes device memory; without it tensors go through the host's.  Our own
+                             sums over MPI always do where replicas share a host: they meet in its memory
 """
 
 import importlib.util
