@@ -3,7 +3,7 @@
 powersgd.py has the other way.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +26,9 @@ class BucketSum(Protocol):
 
     def sum_(self) -> None:
         """Replace the bucket's buffer by its sum over the replicas; blocks.  All replicas together."""
+
+    def skip(self) -> None:
+        """Nobody uses the sum that was made: drop what it left out, as a part of it."""
 
     def bases(self) -> Mapping[str, Tensor]:
         """By parameter, what all replicas alike remember from step to step."""
@@ -106,9 +109,26 @@ class WholeSum:
             self._sum(self._buffer, self._wire, self.residual.bring_in(self._buffer))
             self.residual.drop_not_finite()
 
+    def skip(self) -> None:
+        """See BucketSum."""
+        if self.residual is not None:
+            self.residual.drop()
+
     def bases(self) -> Mapping[str, Tensor]:
         """See BucketSum."""
         return {}
 
     def resume(self, bases: Mapping[str, Tensor], steps: int) -> None:
         """See BucketSum: every step is like the first."""
+
+
+def prepare(sums: Sequence[BucketSum], method: Method, collective: Collective) -> list[str]:
+    """Let the collective measure with the largest buffer of each doubling of size; what it chose, by line.
+
+    All replicas together.
+    """
+    largest: dict[int, int] = {}
+    for numel in sorted(numel for each in sums for numel in each.lengths):
+        largest[numel.bit_length()] = numel
+    told = [collective.prepare(numel, method.wire) for numel in largest.values()]
+    return [line for line in told if line]

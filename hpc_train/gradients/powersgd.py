@@ -94,6 +94,7 @@ class PowerSGDSum:
         self._collective = collective
         self._whole = whole
         self._steps = 0
+        self._undone = False  # the last sum
         # Equal shapes side by side: their P's are made orthonormal in one call.
         ordered = sorted(matrices, key=lambda slot: (*_sides(slot), slot.start))
         rest = [slot for slot in bucket.slots if slot not in matrices]
@@ -133,6 +134,7 @@ class PowerSGDSum:
     def sum_(self) -> None:
         """See BucketSum."""
         self._steps += 1
+        self._undone = False
         if self._steps <= self._method.warm_up_steps:
             self._whole.sum_()
             return
@@ -161,6 +163,11 @@ class PowerSGDSum:
         if self._rounded is not None:
             mine -= self._rounded  # what of this replica's Q has travelled
         self._take(mine)
+
+    def skip(self) -> None:
+        """See BucketSum."""
+        if self.residual is not None and not self._undone:
+            self.residual.drop()
 
     def bases(self) -> Mapping[str, Tensor]:
         """See BucketSum: the Q's, orthonormal, [m, rank]."""
@@ -191,6 +198,7 @@ class PowerSGDSum:
         """Be as before a step that all replicas skip, as its gradient is not finite."""
         self._owed.sub_(self._buffer).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         self._buffer.fill_(math.nan)
+        self._undone = True
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hpc_train.comm.interface import Collective
 from hpc_train.errors import UserError
-from hpc_train.gradients.bucket_sum import BucketSum, Method, Whole
+from hpc_train.gradients.bucket_sum import BucketSum, Method, Whole, prepare
 from hpc_train.gradients.buckets import (
     Bucket,
     Group,
@@ -30,6 +30,7 @@ from hpc_train.gradients.buckets import (
     make_buckets,
     trained,
 )
+from hpc_train.gradients.residual import Owed
 from hpc_train.gradients.streams import SideStream
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
@@ -67,6 +68,7 @@ class Reducer:
 
     `exposed_s`: time that `finish` held up the last step.  `summed_s`: time that its sums took.
     `measured`: which ways to sum were tried, and chosen, a line each.  `steps`: finished so far.
+    `named`: the trained parameters.
     Raises UserError where replicas have different parameters or options.
     """
 
@@ -80,13 +82,15 @@ class Reducer:
         counts: Mapping[str, Count] | None = None,
         average: bool = False,
     ) -> None:
-        self.parameters = [parameter for _, parameter in trained(named_parameters)]
+        self.named = dict(trained(named_parameters))
+        self.parameters = list(self.named.values())
         self.exposed_s = 0.0
         self.summed_s = 0.0
         self.buckets: list[Bucket] = []
         self.measured: list[str] = []
         self.steps = 0
         self._sums: list[BucketSum] = []
+        self._owed = Owed()
         self._replica = 0
         self._divisor = 1
         if collective is not None and collective.size > 1:  # alone, p.grad is what backward makes it
@@ -94,7 +98,7 @@ class Reducer:
             _check_same(groups, method, collective)  # before memory is shared: that takes all of a host
             self.buckets = make_buckets(groups, collective)
             self._sums = [method.of(bucket, collective) for bucket in self.buckets]
-            self.measured = _prepare(self._sums, method, collective)
+            self.measured = prepare(self._sums, method, collective)
             self._replica = collective.rank
             self._divisor = collective.size if average else 1
 
@@ -140,6 +144,11 @@ class Reducer:
     def error_feedback(self) -> bool:
         """Whether what one sum leaves out is added to the next."""
         return any(each.residual is not None for each in self._sums)
+
+    @property
+    def owes(self) -> bool:
+        """Whether the next gradient gets what earlier sums have left out, as these keep no residual."""
+        return bool(self._owed.values)
 
     def begin(self, passes: int) -> None:
         """Forget all gradients and expect `passes` backward passes; 0 for a replica without samples."""
@@ -194,6 +203,7 @@ class Reducer:
             self._wait_for_thread()
         for bucket in self.buckets:
             bucket.scatter()
+        self._owed.pay(self.named, self._divisor)
         self._handed_over = [False] * len(self.buckets)
         self.steps += 1
         self._passes = 0  # a backward pass between steps, should there be one, starts no sum
@@ -223,12 +233,21 @@ class Reducer:
             bucket.buffer += total
             bucket.scatter()
 
+    def skip(self) -> None:
+        """After `finish`: nobody uses these gradients.  All replicas together.
+
+        What is left of them must not be in the sums of later steps.
+        """
+        for each in self._sums:
+            each.skip()
+        self._owed.take_back()
+
     def settle(self) -> dict[str, Tensor]:
-        """The residuals' sums over the replicas, by parameter; none without error feedback.
+        """The residuals' sums over the replicas, by parameter; none where nothing is owed.
 
         Between two steps, all replicas together; each then holds an equal part of them, as after `resume`.
         """
-        totals = {}
+        totals = dict(self._owed.values)
         for bucket, bucket_sum in zip(self.buckets, self._sums, strict=True):
             if bucket_sum.residual is not None:
                 total = bucket_sum.residual.settle()
@@ -242,9 +261,12 @@ class Reducer:
     def resume(self, totals: Mapping[str, Tensor], bases: Mapping[str, Tensor], steps: int) -> None:
         """Go on after `steps` steps with what `settle` and `bases` gave, from whatever number of replicas.
 
-        Parameters that are not among them begin anew.
+        Parameters that are not among them begin anew.  Where these sums keep no residual, `totals` are added
+        to the next gradient.
         """
         self.steps = steps
+        if not self.error_feedback:
+            self._owed.take(totals, self.named)
         for bucket, bucket_sum in zip(self.buckets, self._sums, strict=True):
             bucket_sum.resume(bases, steps)
             if bucket_sum.residual is not None:
@@ -359,12 +381,3 @@ def _check_same(groups: Sequence[Group], method: Method, collective: Collective)
             f"{sum(numels)} elements, {method}, {len(groups)} buckets): "
             f"use the same model and options on every rank"
         )
-
-
-def _prepare(sums: Sequence[BucketSum], method: Method, collective: Collective) -> list[str]:
-    """Let the collective measure with the largest buffer of each doubling of size."""
-    largest: dict[int, int] = {}
-    for numel in sorted(numel for each in sums for numel in each.lengths):
-        largest[numel.bit_length()] = numel
-    told = [collective.prepare(numel, method.wire) for numel in largest.values()]
-    return [line for line in told if line]

@@ -8,8 +8,10 @@
 So that rounding delays parts of gradients, and loses none (arXiv 1901.09847).
 """
 
+from collections.abc import Mapping
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpc_train.comm.interface import Collective, Wire
 
@@ -42,6 +44,11 @@ class Residual:
         if not bool(self.values.sum().isfinite()):
             self.values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
+    def drop(self) -> None:
+        """Owe nothing any more."""
+        self.values.zero_()
+        self._dealt = False
+
     def settle(self) -> Tensor:
         """The sum over the replicas, [elements], of which each replica then holds an equal part.
 
@@ -57,3 +64,35 @@ class Residual:
         """Take this replica's equal part of `total`, [elements], the same on all replicas."""
         self.values.copy_(total).div_(self._collective.size)
         self._dealt = True
+
+
+class Owed:
+    """What earlier sums have left out, where today's keep no residual: added to one gradient, whole.
+
+    `values`: by parameter, the total over the replicas, the same on all of them.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+        self._paid: dict[str, Tensor] = {}
+
+    def take(self, totals: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Owe the totals of those among the parameters."""
+        self.values = {
+            name: total.to(parameters[name].device, torch.float32, copy=True)
+            for name, total in totals.items()
+            if name in parameters
+        }
+
+    @torch.no_grad()
+    def pay(self, parameters: Mapping[str, nn.Parameter], divisor: int) -> None:
+        """Add it to the gradients, which are sums over the replicas that were divided by `divisor`."""
+        for name, total in self.values.items():
+            gradient = parameters[name].grad
+            assert gradient is not None
+            gradient.add_(total, alpha=1 / divisor)
+        self.values, self._paid = {}, self.values
+
+    def take_back(self) -> None:
+        """Owe again what was last paid: nothing was done with it."""
+        self.values, self._paid = self._paid, {}

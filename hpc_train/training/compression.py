@@ -29,9 +29,8 @@ def sum_method(settings: Settings) -> Method:
 def shapes(reducer: Reducer) -> dict[str, Shape]:
     """Names and shapes of what `restore` wants of a checkpoint."""
     wanted = {basis_name(name): tuple(basis.shape) for name, basis in reducer.bases().items()}
-    if reducer.error_feedback:
-        wanted |= {residual_name(slot.name): tuple(slot.view.shape) for slot in reducer.slots}
-    return wanted
+    # Wanted even where sums keep no residual: the next gradient gets what earlier ones have left out.
+    return wanted | {residual_name(name): tuple(p.shape) for name, p in reducer.named.items()}
 
 
 def take(reducer: Reducer, writer: bool) -> dict[str, Tensor]:

@@ -259,7 +259,6 @@ class Trainer:
             "offset": self.cursor.offset,
             "train_samples": len(self.train_data),
             "seed": self.settings.seed,  # with step, replica and stage it gives the random state
-            "error_feedback": self.worker.method.error_feedback,
             "settings": self.settings.to_toml(),
         }
         path = self.store.save(self.done, tensors, state, self.control, writer=bool(tensors))
@@ -282,8 +281,10 @@ class Trainer:
         self.done, self.samples = state["step"], state["samples"]
         self.cursor = Cursor(state["epoch"], state["offset"])
         self.progress.note(f"resumed from {loaded.path}: {self.done} steps done")
-        if state.get("error_feedback") and not self.worker.method.error_feedback:
-            self.progress.note("the residuals of gradient sums in it are dropped: error feedback is off now")
+        if self.worker.reducer.owes:
+            self.progress.note(
+                "what earlier gradient sums left out is added to the next gradient: these keep no residuals"
+            )
         now = {"seed": self.settings.seed, "train_samples": len(self.train_data)}
         for name, value in now.items():
             if state.get(name, value) != value:

@@ -144,7 +144,7 @@ class Worker:
     def sum_by(self, gradients: GradientSettings) -> None:
         """From the next step on, sum gradients as these settings say.  All ranks together, between steps.
 
-        What error feedback owes goes over to the new sums, if they have error feedback too.
+        What error feedback owes goes over to the new sums; those without it add it to one gradient.
         """
         owed, bases, steps = self.reducer.settle(), self.reducer.bases(), self.reducer.steps
         self.reducer.close()
@@ -226,6 +226,7 @@ class Worker:
         """
         if not outcome.finite:
             self.optimizer.skip()
+            self.reducer.skip()
             return
         if self.average is not None:
             self.average.saw(self._own_samples)

@@ -147,9 +147,9 @@ def test_another_number_of_replicas_takes_the_residual_over(num_ranks):
 
     before, totals = on_ranks(3, first, method, bucket_bytes=2**9)[0]
     after, left = on_ranks(num_ranks, then, method)[0]
-    if num_ranks == 1:  # nothing is lost in a sum of one, and there is nobody to make up for
+    if num_ranks == 1:  # a sum of one leaves nothing out: all was paid with the first gradient
         assert not left
-        return
+        left = {name: 0.0 for name in before}
     expected = exact(build(plain), range(3), 3)
     more = exact(build(plain), range(3, 6), num_ranks)
     whole = {name: before[name] + after[name] + left[name] for name in before}

@@ -78,11 +78,88 @@ def test_a_checkpoint_without_residuals_begins_with_zeros(tmp_path):
     assert not any(bool(tensor.any()) for tensor in owed)
 
 
-def test_residuals_are_left_where_nobody_wants_them(tmp_path):
-    on_ranks(2, lambda run: run.train(2).save(tmp_path), settings(False, **INT8))
-    loaded = state(2, lambda run: run.load(tmp_path), settings(False))
-    assert not any(name.startswith("residual/") for name in loaded)
-    assert any(name.startswith("optimizer/") for name in loaded)
+def owed_in(tensors):
+    return {name.removeprefix("residual/"): t for name, t in tensors.items() if name.startswith("residual/")}
+
+
+def owed_in_saved(directory, **gradients):
+    return owed_in(on_ranks(3, lambda run: run.train(3).save(directory), settings(False, **gradients))[0])
+
+
+def gradients_now(run):
+    """Of the same samples and parameters whenever it is called, as nothing is updated."""
+    run.backward()
+    run.worker.complete_gradients()
+    return {name: p.grad.clone() for name, p in run.worker.reducer.named.items()}
+
+
+def assert_paid_once(run, owed):
+    """The next gradient has all that is owed, the one after it nothing of it."""
+    assert any(bool(tensor.any()) for tensor in owed.values())
+    first, second = gradients_now(run), gradients_now(run)
+    for name, gradient in first.items():
+        torch.testing.assert_close(gradient, second[name] + owed[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert run.worker.reducer.settle() == {}
+
+
+@pytest.mark.parametrize("gradients", [INT8, POWERSGD])
+@pytest.mark.parametrize(("num_ranks", "sharded"), [(1, False), (2, False), (2, True)])
+def test_what_is_owed_goes_into_one_gradient_where_sums_keep_no_residual(
+    tmp_path, gradients, num_ranks, sharded
+):
+    """It was dropped, on one replica without a word."""
+    owed = owed_in_saved(tmp_path, **gradients)
+    on_ranks(
+        num_ranks, lambda run: assert_paid_once(run.load(tmp_path), owed), settings(sharded, wire="fp32")
+    )
+
+
+def test_one_replica_of_the_same_settings_pays_too(tmp_path):
+    """They say int8, but one replica makes no sums."""
+    owed = owed_in_saved(tmp_path, **INT8)
+    on_ranks(1, lambda run: assert_paid_once(run.load(tmp_path), owed), settings(False, **INT8))
+
+
+def test_what_is_owed_goes_into_one_gradient_when_the_wire_is_changed():
+    """As `gradients.tune` does: from int8 over fp32, which owes nothing, back and forth."""
+
+    def body(run):
+        run.train(3)
+        owed = {name: total.clone() for name, total in run.worker.reducer.settle().items()}
+        for wire in ("fp32", "int8", "fp32"):
+            run.worker.sum_by(settings(False, wire=wire, bucket_bytes=10_000).gradients)
+        assert_paid_once(run, owed)
+
+    on_ranks(2, body, settings(False, **INT8))
+
+
+def test_what_is_owed_is_saved_again_until_it_is_paid(tmp_path):
+    owed = owed_in_saved(tmp_path, **INT8)
+    assert_same_bits(owed_in(state(2, lambda run: run.load(tmp_path), settings(False))), owed)
+
+    def skipped(run):
+        run.load(tmp_path).train(1, factor=float("inf"))
+        assert not run.outcomes[-1].finite
+
+    assert_same_bits(owed_in(state(2, skipped, settings(False))), owed)
+    assert not owed_in(state(2, lambda run: run.load(tmp_path).train(1), settings(False)))
+
+
+@pytest.mark.parametrize("gradients", [INT8, POWERSGD, {**INT8, **POWERSGD}])
+@pytest.mark.parametrize("factor", [1e30, float("inf")])
+def test_nothing_of_a_skipped_step_is_in_later_ones(gradients, factor):
+    """Gradients of 1e30 have an infinite norm; what rounding left of them, 1e27, came into the next step."""
+
+    def body(run):
+        run.train(2).train(1, factor)
+        assert not run.outcomes[-1].finite
+        run.train(1)
+        return run.outcomes[-1]
+
+    plain, *_ = on_ranks(2, body, settings(False))
+    for outcome in on_ranks(2, body, settings(False, **gradients)):
+        assert outcome.finite
+        assert outcome.grad_norm < 2 * plain.grad_norm
 
 
 def test_a_basis_of_another_rank_begins_anew(tmp_path):

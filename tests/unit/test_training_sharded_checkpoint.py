@@ -84,7 +84,8 @@ def test_a_replica_reads_the_state_of_its_pieces_alone(tmp_path):
 
         run.worker.cut_state = cut_and_note
         run.load(tmp_path)
-        assert kept.keys() == run.worker.state_shapes().keys()
+        shapes = run.worker.state_shapes()
+        assert kept.keys() == {name for name in shapes if not name.startswith("residual/")}  # nothing is owed
         kept_bytes = sum(t.untyped_storage().nbytes() for n, t in kept.items() if n in wanted and t.dim())
         assert kept_bytes == run.state_bytes()
         return wanted
