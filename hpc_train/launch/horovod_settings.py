@@ -82,12 +82,22 @@ def honour(settings: "Settings", found: Mapping[str, str]) -> "Settings":
     """The settings with what the variables say, where neither the file nor an override says anything.
 
     Raises:
-        UserError: HOROVOD_FUSION_THRESHOLD is no number of bytes.
+        UserError: a variable is no number of bytes, or does not go with the settings.
     """
-    said = {"bucket_bytes": bucket_bytes(found), "tune": _is_on(found.get(_TUNE, "")) or None}
+    from hpc_train.config import changed  # a loop of one's own has no settings to load
+
     given = settings.gradients.model_fields_set
-    new = {name: value for name, value in said.items() if value is not None and name not in given}
-    return settings.model_copy(update={"gradients": settings.gradients.model_copy(update=new)})
+    said = {
+        _BUCKET: ("bucket_bytes", bucket_bytes(found)),
+        _TUNE: ("tune", _is_on(found.get(_TUNE, "")) or None),
+    }
+    for variable, (name, value) in said.items():
+        if value is not None and name not in given:
+            try:
+                settings = changed(settings, {f"gradients.{name}": value})
+            except UserError as error:
+                raise UserError(f"{variable}={found[variable]} in the environment: {error}") from None
+    return settings
 
 
 def without_effect(found: Collection[str], backend: str, tunes: bool = True) -> str:

@@ -46,6 +46,24 @@ def test_nothing_in_the_environment_changes_nothing(settings):
     assert honour(settings(), {"HOROVOD_AUTOTUNE": "0", "HOROVOD_CYCLE_TIME": "5"}) == settings()
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[gradients]\nlocal_steps = 4\n", "gradients.tune=true: set it to false, or local_steps to 1"),
+        ("grid = 'auto'\n[gradients]\nlocal_steps = 2\n", "gradients.tune=true"),
+    ],
+)
+def test_what_does_not_go_with_the_settings_is_refused_by_its_name(settings, text, words):
+    """It came after the check of the settings, and was ignored or failed later."""
+    with pytest.raises(UserError) as caught:
+        honour(settings(text), {"HOROVOD_AUTOTUNE": "1"})
+    assert str(caught.value).startswith("HOROVOD_AUTOTUNE=1 in the environment: gradients.local_steps=")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    off = honour(settings(f"{text}tune = false\n"), {"HOROVOD_AUTOTUNE": "1"})
+    assert off.gradients.tune is False
+
+
 def test_no_fusion_is_one_parameter_a_bucket():
     assert bucket_bytes({"HOROVOD_FUSION_THRESHOLD": "0"}) == 1
     assert bucket_bytes({}) is None
