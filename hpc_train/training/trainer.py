@@ -123,8 +123,11 @@ class Trainer:
         return Plan(step=self.done + 1, batch_size=self.settings.batch.size, shares=(0,) * self.replicas)
 
     def _tuned(self, line: str) -> None:
-        self.progress.note(line)
+        about = self.worker.about_sums()
+        for told in [line, *about]:
+            self.progress.note(told)
         self.run.add_fact("gradients_tuned", line)
+        self.run.add_fact("gradient_sums", about)
 
     def _policies(self) -> list[Any]:
         policies: list[Any] = [
