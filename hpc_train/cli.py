@@ -59,7 +59,7 @@ def train(
     """Train.  Alone it is one rank; under mpirun, mpiexec or srun all ranks."""
     from hpc_train.launch.signals import SignalFlag
     from hpc_train.training.guard import guard, say, together
-    from hpc_train.training.layout import Layout
+    from hpc_train.training.layout import lay_out
 
     signal = SignalFlag()
     signal.__enter__()  # until the process ends: a signal while loading or sampling must not kill it
@@ -70,7 +70,7 @@ def train(
         from hpc_train.training.trainer import Trainer
 
         settings = resolve(given, task, world, say)
-        layout = together(world, lambda: Layout(settings, task, world))
+        layout = together(world, lambda: lay_out(settings, task, world))
         where = run_dir or Path("runs") / settings.name
         with Trainer(settings, task, world, layout, signal, where, resume, stop_at, init) as trainer:
             result = trainer.fit()
@@ -94,7 +94,7 @@ def parity(
 ) -> None:
     """Compare this grid's steps with plain PyTorch on the whole batch; exit code 0 or 1."""
     from hpc_train.training.guard import guard, say, together
-    from hpc_train.training.layout import Layout
+    from hpc_train.training.layout import lay_out
 
     world, (given, task) = _start(config, overrides)
 
@@ -103,7 +103,7 @@ def parity(
         from hpc_train.training.parity import compare, render
 
         settings = resolve(given, task, world, say)
-        layout = together(world, lambda: Layout(settings, task, world))
+        layout = together(world, lambda: lay_out(settings, task, world))
         differences = compare(settings, task, world, layout, steps)
         holds = all(difference.holds for difference in differences or ())
         if differences is not None:

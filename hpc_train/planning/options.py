@@ -1,6 +1,6 @@
 """What the planner may choose from, and all choices that there are.  PURE: neither torch nor MPI."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +31,8 @@ class Options:
         error_feedback: as the setting gradients.error_feedback.
         bucket_bytes: as the setting gradients.bucket_bytes.
         overlap: whether gradients are summed during backward.
+        lone: of (replicas, samples of a micro-batch), whether a sample is left alone in one that the model
+            needs more of; none: it never does. One sample is allowed where the user asks for just that.
     """
 
     schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
@@ -47,6 +49,7 @@ class Options:
     error_feedback: bool | Literal["auto"] = "auto"
     bucket_bytes: int = 4 * 2**20
     overlap: bool = True
+    lone: Callable[[int, int], bool] | None = None
 
     def keeps_residual(self, wire: Wire) -> bool:
         """Whether what this wire rounds off is kept for the next sum."""
@@ -84,10 +87,10 @@ def choices(cluster: Cluster, num_layers: int, batch_size: int, options: Options
     for stages in possible_stages(cluster.ranks, num_layers, batch_size, options):
         replicas = cluster.ranks // stages
         matters = stages > 1 and replicas > 1 and cluster.hosts > 1
-        share = share_of(batch_size, replicas)
+        sizes = _micro_batches(replicas, share_of(batch_size, replicas), options)
         for schedule, chunks in _schedules(stages, num_layers, options):
             for fastest in options.fastest if matters else options.fastest[:1]:
-                for micro_batch in _micro_batches(share, options):
+                for micro_batch in sizes:
                     for recompute in options.recompute:
                         for wire in options.wires if replicas > 1 else options.wires[:1]:
                             for pipeline_wire in (
@@ -127,10 +130,15 @@ def _has(name: str, chunks: int, stages: int) -> bool:
     return True
 
 
-def _micro_batches(share: int, options: Options) -> list[int]:
+def _micro_batches(replicas: int, share: int, options: Options) -> list[int]:
     """Powers of two, and between two of them the largest divisor of the share."""
     if options.micro_batches:
-        return sorted({min(size, share) for size in options.micro_batches})
-    sizes = {1 << power for power in range(share.bit_length())}
-    divisors = [size for size in range(1, share + 1) if share % size == 0]
-    return sorted(sizes | {max(d for d in divisors if d.bit_length() == n.bit_length()) for n in divisors})
+        sizes = {min(size, share) for size in options.micro_batches}
+    else:
+        divisors = [size for size in range(1, share + 1) if share % size == 0]
+        sizes = {1 << power for power in range(share.bit_length())}
+        sizes |= {max(d for d in divisors if d.bit_length() == n.bit_length()) for n in divisors}
+    asked = set(options.micro_batches) & {1}
+    return sorted(
+        size for size in sizes if size in asked or not (options.lone and options.lone(replicas, size))
+    )

@@ -100,7 +100,8 @@ def plan(
         split = f" cut as {list(options.split)}" if options.split else ""
         raise UserError(
             f"{len(profile.layers)} layers{split} on {cluster.ranks} ranks go with no schedule that may be "
-            f"chosen ({', '.join(options.schedules)}): a chunk needs a layer, and a file its number of stages"
+            f"chosen ({', '.join(options.schedules)}): a chunk needs a layer, a file its number of stages"
+            f"{', and a micro-batch 2 samples (BatchNorm)' * bool(options.lone)}"
         )
     if not best:
         choice, needed = min(search.too_large.items(), key=lambda item: item[1])

@@ -24,6 +24,7 @@ from hpc_train.planning.profile import Curve, Profile
 from hpc_train.planning.table import table
 from hpc_train.tasks.task import Task
 from hpc_train.training.layout import find_schedule, make_grid, split_layers
+from hpc_train.training.lone_sample import lone_rule
 from hpc_train.training.network import measure_cluster, measure_overlap_cost
 from hpc_train.training.profiling import measure
 
@@ -105,7 +106,8 @@ def resolve(settings: Settings, task: Task, world: World, note: Callable[[str], 
     if world.rank == 0:
         note("measuring layers and network to choose what the settings leave open")
     profile, cluster = measure_all(settings, task, world, device)
-    planned = plan(profile, cluster, settings.batch.size, options_of(settings, split))  # alike on all ranks
+    options = replace(options_of(settings, split), lone=lone_rule(settings, task))
+    planned = plan(profile, cluster, settings.batch.size, options)  # alike on all ranks
     if world.rank == 0:
         for line in (*table(planned).splitlines(), *left_out(settings)):
             note(line)

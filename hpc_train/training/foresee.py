@@ -22,6 +22,7 @@ from hpc_train.planning.table import table
 from hpc_train.tasks.task import Task
 from hpc_train.training.autoplan import chosen, left_out, options_of
 from hpc_train.training.guard import say
+from hpc_train.training.lone_sample import lone_rule
 from hpc_train.training.profiling import measure
 
 
@@ -57,6 +58,7 @@ def foresee(
         _write(save_profile, layers.to_json())
     free = settings if settings.grid.auto else settings.model_copy(update={"grid": GridSettings(auto=True)})
     options = _widened(options_of(free), settings, wires, pipeline_wires)
+    options = replace(options, lone=lone_rule(settings, task))
     planned = plan(layers, cluster, settings.batch.size, options)
     best = planned.best[0]
     simulation = play(best, layers, cluster, settings.batch.size, options)

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from hpc_train.comm.interface import World
 from hpc_train.config import Settings
 from hpc_train.errors import UserError
@@ -11,7 +9,6 @@ from hpc_train.grid import Grid, Place
 from hpc_train.launch.binding import choose_device
 from hpc_train.pipeline.layers import (
     LayerSpec,
-    built_without_memory,
     count_parameters,
     find_ties,
     layer_name,
@@ -20,6 +17,7 @@ from hpc_train.pipeline.layers import (
 from hpc_train.pipeline.partition import split_by_hand, split_evenly
 from hpc_train.pipeline.schedules import Schedule, find
 from hpc_train.tasks.task import Task
+from hpc_train.training.lone_sample import check_lone, normalising
 
 
 def layer_costs(specs: Sequence[LayerSpec]) -> list[float]:
@@ -84,12 +82,7 @@ def make_grid(settings: Settings, num_ranks: int) -> Grid:
 
 def about_batch_norm(settings: Settings, specs: Sequence[LayerSpec]) -> str:
     """A warning where the model's results depend on the cut into micro-batches; "" where they do not."""
-    built = [built_without_memory(spec) for spec in specs]
-    found = [
-        index
-        for index, layer in enumerate(built)
-        if layer is not None and any(isinstance(module, _BatchNorm) for module in layer.modules())
-    ]
+    found = normalising(specs)
     if not found:
         return ""
     normalise = " and others normalise" if found[1:] else " normalises"
@@ -132,3 +125,15 @@ class Layout:
     def reads_data(self) -> bool:
         """The first chunk reads inputs, the last one targets."""
         return 0 in self.chunks or self.num_chunks - 1 in self.chunks
+
+
+def lay_out(settings: Settings, task: Task, world: World) -> Layout:
+    """The layout, for a task that has data to train on.
+
+    Raises:
+        UserError: as for `Layout`, or a micro-batch is left with one sample, which BatchNorm refuses.
+    """
+    layout = Layout(settings, task, world)
+    if layout.reads_data:
+        check_lone(settings, task, layout.grid.replicas)
+    return layout

@@ -10,6 +10,7 @@ from hpc_train.pipeline.layers import count_parameters
 from hpc_train.pipeline.simulate import simulate
 from hpc_train.tasks.task import Task
 from hpc_train.training.layout import find_schedule, layer_costs, make_grid, split_layers
+from hpc_train.training.lone_sample import check_lone
 
 _LEFT_OUT = "..."
 
@@ -26,6 +27,7 @@ def preview(settings: Settings, task: Task, num_ranks: int, picture: Path | None
     specs = task.layers()
     schedule = find_schedule(settings)
     split = split_layers(settings, specs)
+    check_lone(settings, task, grid.replicas)
     costs = layer_costs(specs)
     chunk_costs = [sum(costs[i] for i in layers) for layers in split]
     micro_batch = settings.batch.micro_batch
