@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import statistics
 import threading
 import time
@@ -35,6 +36,8 @@ def measure_cluster(world: World, device: torch.device, speed: float = 1.0) -> C
         device: this rank's.
         speed: of this rank, against the profile that will be planned with.
     """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps for later is free
     link = world.peer_link(Grid(1, world.size))
     hosts = [data.decode() for data in world.control.all_gather(world.host.encode())]
     leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
@@ -51,8 +54,9 @@ def measure_cluster(world: World, device: torch.device, speed: float = 1.0) -> C
             world.control.barrier()
             spans.append(way(link, mine, world.rank, size) if mine else None)
         lines[name] = _Line.of(world.control.all_gather(json.dumps(spans).encode()))
-    told = json.dumps([_memory(world, device), speed])
+    told = json.dumps([_memory_of(world.host, device), _free_bytes(device), speed])
     rows = [json.loads(data) for data in world.control.all_gather(told.encode())]
+    users = Counter(row[0] for row in rows)
     sizes = Counter(hosts)
     speeds = [
         statistics.median(row[-1] for row, at in zip(rows, hosts, strict=True) if at == host)
@@ -62,7 +66,7 @@ def measure_cluster(world: World, device: torch.device, speed: float = 1.0) -> C
     return Cluster(
         ranks=world.size,
         ranks_per_host=max(sizes.values()),
-        memory_bytes=min(row[0] for row in rows),
+        memory_bytes=min(free_bytes / users[memory] for memory, free_bytes, _ in rows),
         bandwidth_host=inside.bandwidth,
         bandwidth=between.bandwidth,
         latency_host_s=inside.latency_s,
@@ -179,8 +183,22 @@ def _answer(link: PeerLink, group: Sequence[int], rank: int, num_bytes: int) -> 
     return statistics.median(spans[1:]) if spans else None
 
 
-def _memory(world: World, device: torch.device) -> float:
-    """Bytes that this rank may still take."""
+def _memory_of(host: str, device: torch.device) -> str:
+    """A name of the memory that this rank computes in, which all ranks that share it give it.
+
+    Where each rank is shown a GPU of its own, that is number 0 for all of them: GPUs have identities.
+    """
+    if device.type != "cuda":
+        return host
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    identity = getattr(
+        torch.cuda.get_device_properties(device), "uuid", f"{shown} {device.index}"
+    )  # torch 2.2
+    return f"{host} {identity}"
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Of that memory, for all ranks that share it together."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    return float(psutil.virtual_memory().available) / world.local_size
+    return float(psutil.virtual_memory().available)

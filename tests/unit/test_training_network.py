@@ -159,3 +159,46 @@ def test_ranks_of_a_host_share_its_memory_and_the_one_with_least_counts(monkeypa
     )
     assert measured([0, 0, 1]).memory_bytes == 4e9
     assert measured([0, 1, 2]).memory_bytes == 6e9
+
+
+@pytest.mark.parametrize(
+    ("gpus", "memory_bytes"),
+    [
+        ("abcd", 6e9),  # a GPU each, however ranks number them
+        ("aabc", 4e9),
+        ("aaab", 8e9 / 3),
+        ("aaaa", 2e9),
+    ],
+)
+def test_ranks_of_a_gpu_share_its_memory(monkeypatch, gpus, memory_bytes):
+    """The last GPU has 6 GB free, the others 8; each rank sees its own as number 0."""
+
+    def mine():
+        return gpus[int(threading.current_thread().name.removeprefix("rank "))]
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=mine()))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6e9 if mine() == "d" else 8e9, 9e9))
+    cuda = torch.device("cuda", 0)
+    clusters = run_ranks(4, lambda world: network.measure_cluster(world, cuda), hosts=[0] * 4)
+    assert [cluster.memory_bytes for cluster in clusters] == [memory_bytes] * 4
+
+
+def test_gpus_without_identities_are_told_apart_by_what_is_shown(monkeypatch):
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
+    names = set()
+    for shown in ("0", "1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        names.add(network._memory_of("a", cuda))
+    assert len(names) == 2
+
+
+def test_gpus_of_two_hosts_are_two_though_they_say_the_same(monkeypatch):
+    """A virtual GPU's identity may be the same on each host."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8e9, 9e9))
+    cuda = torch.device("cuda", 0)
+    clusters = run_ranks(2, lambda world: network.measure_cluster(world, cuda), hosts=[0, 1])
+    assert clusters[0].memory_bytes == 8e9
