@@ -67,7 +67,8 @@ class Reducer:
         average: divide each sum by the number of replicas.
 
     `exposed_s`: time that `finish` held up the last step.  `summed_s`: time that its sums took.
-    `measured`: which ways to sum were tried, and chosen, a line each.  `steps`: finished so far.
+    `measured`: which ways to sum were tried, and chosen, a line each.
+    `steps`: finished so far with this method, before `resume` too.
     `named`: the trained parameters.
     Raises UserError where replicas have different parameters or options.
     """
@@ -259,7 +260,7 @@ class Reducer:
         return {name: basis for each in self._sums for name, basis in each.bases().items()}
 
     def resume(self, totals: Mapping[str, Tensor], bases: Mapping[str, Tensor], steps: int) -> None:
-        """Go on after `steps` steps with what `settle` and `bases` gave, from whatever number of replicas.
+        """Go on after `steps` such steps with what `settle` and `bases` gave, from whatever number of replicas.
 
         Parameters that are not among them begin anew.  Where these sums keep no residual, `totals` are added
         to the next gradient.

@@ -46,7 +46,7 @@ def take(reducer: Reducer, writer: bool) -> dict[str, Tensor]:
 
 
 def restore(reducer: Reducer, tensors: Mapping[str, Tensor], steps: int) -> None:
-    """Go on after `steps` steps from what a checkpoint has; what it lacks begins anew."""
+    """Go on after `steps` steps of such sums from what a checkpoint has; what it lacks begins anew."""
     totals: dict[str, Tensor] = {}
     bases: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

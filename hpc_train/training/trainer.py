@@ -262,6 +262,7 @@ class Trainer:
             "offset": self.cursor.offset,
             "train_samples": len(self.train_data),
             "seed": self.settings.seed,  # with step, replica and stage it gives the random state
+            "powersgd_steps": self.worker.powersgd_steps,
             "settings": self.settings.to_toml(),
         }
         path = self.store.save(self.done, tensors, state, self.control, writer=bool(tensors))
@@ -280,7 +281,7 @@ class Trainer:
         if loaded is None:
             return
         state = loaded.state
-        self.worker.restore_state(loaded.tensors, state["step"])
+        self.worker.restore_state(loaded.tensors, state.get("powersgd_steps", 0))
         self.done, self.samples = state["step"], state["samples"]
         self.cursor = Cursor(state["epoch"], state["offset"])
         self.progress.note(f"resumed from {loaded.path}: {self.done} steps done")

@@ -18,6 +18,7 @@ from hpc_train.checkpoint.names import split_optimizer_name
 from hpc_train.comm.interface import Collective, PeerLink, Wire, World
 from hpc_train.config import GradientSettings, Settings
 from hpc_train.gradients.parameter_average import ParameterAverage
+from hpc_train.gradients.powersgd import PowerSGD
 from hpc_train.gradients.reducer import Count, Reducer
 from hpc_train.launch.binding import choose_threads
 from hpc_train.pipeline.layers import build_layer, layer_name, tie_within
@@ -271,6 +272,12 @@ class Worker:
         """What this rank updates with: the gradients of its stage, or its shards of them."""
         return self.optimizer.gradients()
 
+    @property
+    def powersgd_steps(self) -> int:
+        """Steps since PowerSGD began; 0 where gradients do not go through it."""
+        powersgd = isinstance(self.method, PowerSGD) and self.replicas > 1
+        return self.reducer.steps if powersgd else 0
+
     def complete_gradients(self) -> None:
         """Make every `p.grad` whole where replicas have but shards of it.  All ranks together."""
         self.optimizer.complete_gradients()
@@ -296,14 +303,14 @@ class Worker:
         """What `restore_state` wants of a tensor of a checkpoint, in memory of its own."""
         return self.optimizer.cut(name, whole) if split_optimizer_name(name) else whole.clone()
 
-    def restore_state(self, tensors: Mapping[str, Tensor], steps: int = 0) -> None:
-        """Go on after `steps` steps from what a checkpoint has, cut.
+    def restore_state(self, tensors: Mapping[str, Tensor], powersgd_steps: int = 0) -> None:
+        """Go on from what a checkpoint has, cut, and the `powersgd_steps` that it was saved with.
 
         `tensors` belong to the worker from now on.
         """
         self.restore_model(tensors)
         self.optimizer.restore(tensors)
-        compression.restore(self.reducer, tensors, steps)
+        compression.restore(self.reducer, tensors, powersgd_steps)
 
     def restore_model(self, tensors: Mapping[str, Tensor]) -> None:
         """Take parameters and buffers from a checkpoint or a plain model.  All ranks together."""

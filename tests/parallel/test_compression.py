@@ -55,6 +55,27 @@ def test_a_resumed_run_makes_the_losses_of_the_unbroken_one(mpirun, tmp_path, su
     )
 
 
+def test_warm_up_counts_from_where_powersgd_began(mpirun, tmp_path):
+    """Turned to on a resume, it had no warm-up: steps before it counted, too."""
+    plain, resumed = tmp_path / "plain", tmp_path / "resumed"
+    train(mpirun, 2, plain)
+    with_powersgd = [*POWERSGD, "gradients.powersgd_warm_up_steps=3", "--run-dir", resumed]
+    train(
+        mpirun,
+        2,
+        resumed,
+        *with_powersgd,
+        "--resume",
+        plain / "checkpoints" / "step-00000004",
+        "--stop-at",
+        "6",
+    )
+    train(mpirun, 2, resumed, *with_powersgd)  # goes on counting
+    expected, found = metrics(plain), metrics(resumed)
+    whole = {step: line["grad_norm"] == expected[step]["grad_norm"] for step, line in found.items()}
+    assert whole == {5: True, 6: True, 7: True, 8: False}
+
+
 def test_metrics_tell_what_sums_took_hid_and_lost(mpirun, tmp_path):
     train(mpirun, 2, tmp_path / "run", *INT8)
     for line in metrics(tmp_path / "run").values():
