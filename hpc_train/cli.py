@@ -69,9 +69,9 @@ def train(
         from hpc_train.training.autoplan import resolve
         from hpc_train.training.trainer import Trainer
 
-        settings = resolve(given, task, world, say)
+        where = run_dir or Path("runs") / given.name
+        settings = resolve(given, task, world, say, where, resume)
         layout = together(world, lambda: lay_out(settings, task, world))
-        where = run_dir or Path("runs") / settings.name
         with Trainer(settings, task, world, layout, signal, where, resume, stop_at, init) as trainer:
             result = trainer.fit()
             text = trainer.sample() if result.step == settings.train.steps else None

@@ -8,6 +8,7 @@ pipeline.recompute=auto    activations are computed again only where they do not
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from hpc_train.planning.planner import Planned, plan
 from hpc_train.planning.profile import Curve, Profile
 from hpc_train.planning.table import table
 from hpc_train.tasks.task import Task
+from hpc_train.training.kept_plan import kept_plan
 from hpc_train.training.layout import find_schedule, make_grid, split_layers
 from hpc_train.training.lone_sample import lone_rule
 from hpc_train.training.network import measure_cluster, measure_overlap_cost
@@ -83,7 +85,14 @@ def left_out(settings: Settings) -> list[str]:
     return [f"not foreseen: {line} counted, as gradients that are summed whole each step" for line in lines]
 
 
-def resolve(settings: Settings, task: Task, world: World, note: Callable[[str], None]) -> Settings:
+def resolve(
+    settings: Settings,
+    task: Task,
+    world: World,
+    note: Callable[[str], None],
+    run_dir: Path | None = None,
+    resume: str = "never",
+) -> Settings:
     """The settings with everything chosen; measured and decided by all ranks together.
 
     Args:
@@ -91,6 +100,8 @@ def resolve(settings: Settings, task: Task, world: World, note: Callable[[str], 
         task: its model is measured.
         world: all ranks.
         note: told on rank 0 what was measured and chosen.
+        run_dir: of the run.
+        resume: what it goes on from, as for the trainer.
 
     Raises:
         UserError: nothing that may be chosen fits, or a grid that is given cannot be.
@@ -98,6 +109,12 @@ def resolve(settings: Settings, task: Task, world: World, note: Callable[[str], 
     if not is_open(settings):
         return settings
     split: list[range] = []
+    if settings.grid.auto and run_dir is not None:
+        kept = kept_plan(settings, len(task.layers()), world, run_dir, resume)
+        if kept is not None:
+            if world.rank == 0:
+                note(kept[1])
+            return kept[0]
     if not settings.grid.auto:
         make_grid(settings, world.size)
         split = split_layers(settings, task.layers())

@@ -263,6 +263,7 @@ class Trainer:
             "train_samples": len(self.train_data),
             "seed": self.settings.seed,  # with step, replica and stage it gives the random state
             "powersgd_steps": self.worker.powersgd_steps,
+            "ranks": self.control.size,
             "settings": self.settings.to_toml(),
         }
         path = self.store.save(self.done, tensors, state, self.control, writer=bool(tensors))
