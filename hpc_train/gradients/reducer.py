@@ -260,7 +260,7 @@ class Reducer:
         return {name: basis for each in self._sums for name, basis in each.bases().items()}
 
     def resume(self, totals: Mapping[str, Tensor], bases: Mapping[str, Tensor], steps: int) -> None:
-        """Go on after `steps` such steps with what `settle` and `bases` gave, from whatever number of replicas.
+        """Go on after `steps` such steps with what `settle` and `bases` gave, from any number of replicas.
 
         Parameters that are not among them begin anew.  Where these sums keep no residual, `totals` are added
         to the next gradient.
