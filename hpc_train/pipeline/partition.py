@@ -1,8 +1,10 @@
 """Which layers each stage holds.  PURE: neither torch nor MPI.
 
 layers   0 1 2 3 4 5 6 7       neighbouring layers make a chunk, and every layer is in one
-chunk    0 0 0 1 1 2 2 2       the slowest chunk is as light as can be
-stage    0     1   0           a stage holds one chunk, or with some schedules several
+chunk    0 0 0 1 1 2 2 2       the slowest chunk is as light as can be: exact, by dynamic programming
+stage    0     1   0           a stage holds one chunk, or with some schedules several: then cuts are moved
+                               from there while that makes the slowest stage lighter, which is no more
+                               than a local search
 """
 
 import math
@@ -59,9 +61,13 @@ def split_evenly(
     The slowest chunk takes as little time as possible; among such splits the sum of the squares of the
     chunks' times is least (so that the others are even as well), and among those the first chunks
     have the fewest layers, for they keep the most activations. Exact, by dynamic programming, also
-    under a memory bound where each stage holds one chunk. Where stages hold several, memory is their
-    sum: the split without a bound is taken if it fits, else the best one whose chunks take equal shares of
-    their stage's memory at most; one with unequal shares that fits is not looked for.
+    under a memory bound where each stage holds one chunk.
+
+    Where stages hold several, that is a start: while it makes the slowest stage lighter, or another one
+    that is as slow, one layer goes on from chunk to chunk over neighbouring cuts. No such step helps in
+    the end, but one of several might. Memory is a stage's sum: the split without a bound is taken if
+    it fits, else the best one whose chunks take equal shares of their stage's memory at most; one with
+    unequal shares that fits is not looked for.
 
     Args:
         costs: time of each layer, in any unit, none negative.
@@ -93,11 +99,16 @@ def split_evenly(
     def seconds(chunk: int) -> Matrix:
         return cost_of / speed_of[chunk]
 
-    if memory is None:
-        return _lightest(seconds, stage_of)
-    if len(stage_of) > stages:
-        split = _lightest(seconds, stage_of)
-        if _fits(split, stage_of, memory):
+    def with_even_stages(split: list[range]) -> list[range]:
+        """Where stages hold several chunks and it fits; else the split as it is."""
+        if len(stage_of) == stages:
+            return split
+        moved = _move_cuts(split, until, np.array(stage_of), np.array(speed_of))
+        return moved if memory is None or _fits(moved, stage_of, memory) else split
+
+    if memory is None or len(stage_of) > stages:
+        split = with_even_stages(_lightest(seconds, stage_of))
+        if memory is None or _fits(split, stage_of, memory):
             return split
     limits = [memory.limits[stage] / stage_of.count(stage) for stage in stage_of]
 
@@ -108,9 +119,8 @@ def split_evenly(
     least = _least_maximum(needed, len(stage_of))
     if least > 1:
         raise DoesNotFit(_explain(len(costs), stages, len(stage_of), least, memory.limits), least)
-    return _lightest(
-        lambda chunk: np.where(needed(chunk) <= 1, seconds(chunk), math.inf),
-        stage_of,
+    return with_even_stages(
+        _lightest(lambda chunk: np.where(needed(chunk) <= 1, seconds(chunk), math.inf), stage_of)
     )
 
 
@@ -175,6 +185,51 @@ def _least_maximum(weights: Callable[[int], Matrix], chunks: int) -> float:
     for chunk in range(chunks):
         best = np.maximum(best[:, None], weights(chunk)).min(axis=0)
     return float(best[-1])
+
+
+def _move_cuts(
+    split: list[range], until: NDArray[np.float64], stage_of: NDArray[np.int64], speeds: NDArray[np.float64]
+) -> list[range]:
+    """Move cuts while that makes the slowest stage lighter; the split itself where it cannot.
+
+    A move gives one layer from a chunk to another one: all cuts between them go one layer back or on.
+
+        chunk    0 0 0|1 1|2 2 2|3       the last two cuts one back: chunk 3 takes a layer, and 1 loses one
+        chunk    0 0 0|1|2 2 2|3 3
+    """
+    cuts = np.array([layers.start for layers in split[1:]])
+    num_stages, size = int(stage_of.max()) + 1, len(cuts)
+    # heavier[k]: what a second of layers that cut k gives to the chunk before it adds to each stage
+    heavier = np.zeros((size, num_stages))
+    heavier[np.arange(size), stage_of[:-1]] += 1 / speeds[:-1]
+    heavier[np.arange(size), stage_of[1:]] -= 1 / speeds[1:]
+    # moves over fewer cuts than there are stages reach every other stage
+    firsts, lasts = np.nonzero(np.tri(size, k=num_stages - 1) * np.tri(size).T)
+    work_s = np.diff(until[[0, *cuts, len(until) - 1]]) / speeds
+    load_s = np.bincount(stage_of, weights=work_s, minlength=num_stages)
+    begun_s = load_s.max()
+    while size and begun_s:
+        slowest_s, square = load_s.max(), (load_s**2).sum()
+        sizes = np.diff([0, *cuts, len(until) - 1])
+        moves = []
+        for step in (-1, 1):
+            given_s = until[cuts + max(step, 0)] - until[cuts + min(step, 0)]
+            change_s = np.vstack([np.zeros(num_stages), np.cumsum(step * given_s[:, None] * heavier, axis=0)])
+            loads_s = load_s + change_s[lasts + 1] - change_s[firsts]
+            giver = lasts + 1 if step > 0 else firsts
+            most_s = np.where(sizes[giver] > 1, loads_s.max(axis=1), math.inf)
+            squares = (loads_s**2).sum(axis=1)
+            move = int(np.lexsort((squares, (most_s / slowest_s).round(9)))[0])
+            moves.append((most_s[move], squares[move], firsts[move], lasts[move], step, loads_s[move]))
+        most_s, fewer, first, last, step, loads_s = min(moves, key=lambda move: move[:2])
+        lighter = most_s < slowest_s * (1 - 1e-9)
+        if not lighter and not (most_s <= slowest_s * (1 + 1e-12) and fewer < square * (1 - 1e-9)):
+            break
+        cuts[first : last + 1] += step
+        load_s = loads_s
+    if load_s.max() >= begun_s * (1 - 1e-9):
+        return split
+    return [range(start, end) for start, end in pairwise([0, *cuts.tolist(), len(until) - 1])]
 
 
 def _nothing_placed(length: int) -> NDArray[np.float64]:

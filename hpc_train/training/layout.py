@@ -46,7 +46,8 @@ def split_layers(settings: Settings, specs: Sequence[LayerSpec]) -> list[range]:
     if not specs:
         raise UserError(f"task {settings.task} has 0 layers: return at least one from its layers()")
     if settings.pipeline.split == "auto":
-        split = split_evenly(layer_costs(specs), chunks)
+        held_by = [schedule.stage_of(chunk, stages) for chunk in range(chunks)]
+        split = split_evenly(layer_costs(specs), stages, stage_of=held_by)
     else:
         split = split_by_hand(settings.pipeline.split, len(specs), chunks)
     stage_of = stages_of_layers(split, schedule, stages)

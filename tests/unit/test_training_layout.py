@@ -84,6 +84,12 @@ def test_every_layer_is_in_one_chunk_and_every_chunk_on_its_stage(schedule, chun
     assert set(stage_of) == set(range(stages))
 
 
+def test_both_chunks_of_a_stage_count_together():
+    """zb-v: the stage with the costly last layer has the first chunk, too, which gets but one layer."""
+    specs = [linear(cost) for cost in (1, 1, 1, 1, 1, 1, 4)]
+    assert list(map(len, split_layers(settings(2, "zb-v"), specs))) == [1, 3, 2, 1]
+
+
 def test_interleaved_goes_round_and_zb_v_comes_back():
     by_hand = (2, 2, 2, 2)
     rounds, back = (settings(2, schedule, by_hand) for schedule in ("interleaved", "zb-v"))
@@ -111,7 +117,7 @@ def test_a_stage_holds_both_of_its_chunks_and_reads_data_where_one_is_at_an_end(
     [
         (2, "1f1b", (4, 5), "holds 9 layers, but the model has 8"),
         (2, "interleaved", (4, 4), "has 2 numbers for "),
-        (8, "zb-v", "auto", "8 layers cannot fill 16 "),
+        (8, "zb-v", "auto", "8 layers cannot fill 8 stages of 2 chunks: set grid.stages to at most 4"),
     ],
 )
 def test_a_split_that_does_not_fit_is_told_with_its_numbers(stages, schedule, split, words):
