@@ -9,11 +9,11 @@ from hpc_train.planning.units import read_bytes, read_rate, read_seconds
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts that are filled with ranks one after the other, and the network between them.
+    """Hosts, and the network between them.
 
     Attributes:
         ranks: all of them.
-        ranks_per_host: the last host may have fewer.
+        ranks_per_host: hosts are filled with so many, one after the other; the last one may have fewer.
         memory_bytes: what each rank has.
         bandwidth_host: bytes per second at which a rank and others of its host exchange.
         bandwidth: bytes per second of a host's line to the others, each way; its ranks share it.
@@ -24,6 +24,8 @@ class Cluster:
             bandwidths this is the LogGP model (Alexandrov et al., SPAA 1995).
         overlap_cost: seconds of computing that each second of sums beside it costs, 0 if they need no core.
         speeds: of each host, against the one that the profile was measured on; none: all 1.
+        host_of: the number of each rank's host, where they are not filled like that; `ranks_per_host` is then
+            what the fullest one has.
     """
 
     ranks: int
@@ -37,9 +39,11 @@ class Cluster:
     overhead_s: float = 0.0
     overlap_cost: float = 0.0
     speeds: tuple[float, ...] = ()
+    host_of: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse numbers that are no cluster."""
+        assert len(self.host_of) in (0, self.ranks)
         for noun in ("ranks", "ranks_per_host", "memory_bytes", "bandwidth_host", "bandwidth"):
             if not getattr(self, noun) > 0:
                 raise UserError(f"a cluster with {noun} {getattr(self, noun)}: give a number above 0")
@@ -88,7 +92,7 @@ class Cluster:
     @property
     def hosts(self) -> int:
         """How many there are."""
-        return -(-self.ranks // self.ranks_per_host)
+        return max(self.host_of) + 1 if self.host_of else -(-self.ranks // self.ranks_per_host)
 
     def speed_of(self, host: int) -> float:
         """Against the one that the profile was measured on."""

@@ -69,7 +69,8 @@ class Placement:
         self.cluster = cluster
         self.grid = grid
         ranks = np.array([grid.stages_of(replica) for replica in range(grid.replicas)])
-        self.hosts = ranks // cluster.ranks_per_host  # [replicas, stages]
+        # [replicas, stages]
+        self.hosts = np.array(cluster.host_of)[ranks] if cluster.host_of else ranks // cluster.ranks_per_host
         self._ways: dict[tuple[int, int], Way] = {}
         self._leaving = np.zeros(cluster.hosts, dtype=np.int64)  # stages of replicas, by host
         for one, other in set(pairs):

@@ -73,7 +73,8 @@ def measure_cluster(world: World, device: torch.device, speed: float = 1.0) -> C
         latency_s=between.latency_s,
         burst_bytes=between.burst_bytes,
         overhead_s=max(inside.overhead_s, between.overhead_s),
-        speeds=tuple(speeds) if len(sizes) > 1 and min(sizes.values()) == max(sizes.values()) else (),
+        speeds=tuple(speeds) if len(sizes) > 1 else (),
+        host_of=_unless_in_blocks([list(sizes).index(host) for host in hosts], max(sizes.values())),
     )
 
 
@@ -111,6 +112,11 @@ def measure_overlap_cost(
         summing.result()
     lost = max(0.0, 1 - alone_s / beside_s) if beside_s else 0.0
     return collective.max(lost)
+
+
+def _unless_in_blocks(host_of: list[int], most: int) -> tuple[int, ...]:
+    """The host of each rank; none where hosts are filled with `most` ranks one after the other."""
+    return () if host_of == [rank // most for rank in range(len(host_of))] else tuple(host_of)
 
 
 class _Line(NamedTuple):

@@ -75,3 +75,21 @@ def test_the_last_host_may_have_fewer_ranks():
     placement = Placement(Grid(3, 2, "replica"), Cluster(6, 4), [(0, 1)])
     assert placement.hosts.tolist() == [[0, 0], [0, 1], [0, 1]]
     assert placement.summing(1) == Summing(3, 2, 2, 1)
+
+
+def test_ranks_that_are_dealt_to_hosts_in_turn_stand_where_they_are():
+    """Neighbours are on different hosts: with stages side by side, activations cross and gradients do not."""
+    blocks, dealt = Cluster(4, 2), Cluster(4, 2, host_of=(0, 1, 0, 1))
+    assert Placement(Grid(2, 2), blocks).hosts.tolist() == [[0, 0], [1, 1]]
+    placement = Placement(Grid(2, 2), dealt)
+    assert placement.hosts.tolist() == [[0, 1], [0, 1]]
+    assert [placement.summing(stage).hosts for stage in (0, 1)] == [1, 1]
+
+
+def test_a_host_with_one_rank_among_fuller_ones():
+    cluster = Cluster(5, 3, host_of=(0, 1, 1, 1, 2), speeds=(0.5, 1.0, 2.0))
+    assert cluster.hosts == 3
+    placement = Placement(Grid(1, 5), cluster)
+    assert placement.speeds == [0.5, 1.0, 1.0, 1.0, 2.0]
+    assert placement.summing(0).replicas == 1
+    assert placement.host_bytes([0.0] * 5, [(0, 1, 7.0), (1, 2, 7.0)]) == 7.0

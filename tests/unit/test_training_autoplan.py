@@ -222,7 +222,7 @@ def test_a_model_that_fits_nowhere_is_a_users_mistake_of_one_line_on_every_rank(
     ("stages", "sections", "words"),
     [
         (3, {}, "3 stages cannot share 4 ranks evenly"),
-        (4, {"schedule": "interleaved"}, "4 layers cannot fill 8 "),
+        (4, {"schedule": "interleaved"}, "4 layers cannot fill 4 stages of 2 chunks"),
         (2, {"split": (1, 2)}, "holds 3 layers, but the model has 4"),
     ],
 )

@@ -145,9 +145,25 @@ def test_a_host_is_as_fast_as_the_median_of_its_ranks():
     assert cluster.speeds == (1.0, 0.5)
 
 
-@pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 0, 1]])
-def test_speeds_are_left_out_for_one_host_and_for_hosts_of_different_sizes(hosts):
-    assert measured(hosts, speeds=[1.0, 2.0, 3.0]).speeds == ()
+def test_speeds_are_left_out_for_one_host_and_known_for_hosts_of_different_sizes():
+    assert measured([0, 0, 0], speeds=[1.0, 2.0, 3.0]).speeds == ()
+    assert measured([0, 0, 1], speeds=[1.0, 1.0, 0.5]).speeds == (1.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "host_of"),
+    [
+        ([0, 0, 1, 1], ()),  # as hosts are filled
+        ([0, 0, 0, 1], ()),  # the last one has fewer
+        ([0, 1, 1, 1], (0, 1, 1, 1)),
+        ([7, 3, 7, 3], (0, 1, 0, 1)),  # in turn; hosts are numbered as they come
+        ([0, 0, 0, 1, 2, 2], (0, 0, 0, 1, 2, 2)),
+    ],
+)
+def test_where_ranks_stand_is_known(hosts, host_of):
+    cluster = measured(hosts)
+    assert cluster.host_of == host_of
+    assert cluster.hosts == len(set(hosts))
 
 
 def test_ranks_of_a_host_share_its_memory_and_the_one_with_least_counts(monkeypatch):
