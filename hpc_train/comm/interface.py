@@ -56,6 +56,13 @@ class Work(Protocol):
         """Return when the transfer is complete.  Raises PeerLost; never waits for a dead rank."""
 
 
+class Receive(Work, Protocol):
+    """A message on its way here."""
+
+    def arrived(self) -> bool:
+        """Whether `wait` would return at once.  Raises PeerLost."""
+
+
 class Pending(Protocol[T_co]):
     """A control message under way."""
 
@@ -73,7 +80,7 @@ class PeerLink(Protocol):
     def isend(self, tensor: "torch.Tensor", stage: int, tag: int) -> Work:
         """Start to send `tensor` to `stage`; it must not change until the Work is waited for."""
 
-    def irecv(self, out: "torch.Tensor", stage: int, tag: int) -> Work:
+    def irecv(self, out: "torch.Tensor", stage: int, tag: int) -> Receive:
         """Start to receive into `out` from `stage`; it is filled when the Work is waited for."""
 
 

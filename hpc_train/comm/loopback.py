@@ -70,12 +70,19 @@ class LoopbackWorld:
 class LoopbackWork:
     """A message to take at `wait`; nothing for a message that was sent."""
 
-    def __init__(self, take: Callable[[], None] = lambda: None) -> None:
-        self._take = take
+    def __init__(
+        self, take: Callable[[], None] = lambda: None, is_there: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._take, self._is_there = take, is_there
 
     def wait(self) -> None:
         """See interface.Work."""
         self._take()
+        self._is_there = lambda: True
+
+    def arrived(self) -> bool:
+        """See interface.Receive."""
+        return self._is_there()
 
 
 class LoopbackPeerLink:
@@ -94,13 +101,13 @@ class LoopbackPeerLink:
 
     def irecv(self, out: Tensor, stage: int, tag: int) -> LoopbackWork:
         """See interface.PeerLink."""
+        box = (self._channel, tag), self._ranks[stage], self._rank
 
         def take() -> None:
-            box = (self._channel, tag), self._ranks[stage], self._rank
             sent = self._mail.take(*box, doing=f"a receive from stage {stage}")
             out.detach().view(-1).copy_(sent.view(-1))
 
-        return LoopbackWork(take)
+        return LoopbackWork(take, lambda: self._mail.holds(*box))
 
 
 class LoopbackCollective(RoutedCollective):

@@ -41,6 +41,11 @@ class Mail:
                 del self._boxes[box]
             return message
 
+    def holds(self, channel: Hashable, source: int, dest: int) -> bool:
+        """Whether there is a message to take."""
+        with self._changed:
+            return (channel, source, dest) in self._boxes
+
     def leave(self, rank: int, error: BaseException | None = None) -> None:
         """Tell the others that `rank` sends nothing more; `error` if it raised."""
         with self._changed:

@@ -90,7 +90,7 @@ class MpiWorld:
 
 
 class MpiWork:
-    """See interface.Work."""
+    """See interface.Receive; a send is one, too."""
 
     def __init__(
         self,
@@ -112,6 +112,10 @@ class MpiWork:
         if self._out is not None and self._out.data_ptr() != self._memory.data_ptr():
             self._out.view(-1).copy_(self._memory)
         self._out = None
+
+    def arrived(self) -> bool:
+        """See interface.Receive."""
+        return self._link.waits.complete(self._requests, self._link.comm, self._doing)
 
 
 class MpiPeerLink:

@@ -64,6 +64,11 @@ class Waits:
                 else:
                     request.Wait()
 
+    def complete(self, requests: Iterable[MPI.Request], comm: MPI.Comm, doing: str) -> bool:
+        """Whether `wait` would return at once.  Raises PeerLost like it."""
+        with self._telling_who(comm, doing):
+            return all(self._test(request) for request in requests)
+
     def run(self, comm: MPI.Comm, name: str, *args: Any, doing: str) -> None:
         """Make the collective call `name` on `comm` and wait for it, as `wait` does.
 

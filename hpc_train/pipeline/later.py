@@ -11,6 +11,7 @@ same sums as in a backward pass at once. After Qi et al., arXiv 2401.10241; what
 `nn.MultiheadAttention` does inside stays in I, and so does what autocast converts.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -65,13 +66,20 @@ class Later(TorchFunctionMode):
         self._made = [(parameter, gradient) for parameter, gradient in made if gradient is not None]
 
     def backward_weights(self) -> None:
-        """W: add the gradients of all weights to their `grad`."""
+        """W: add the gradients of all weights to their `grad`, each as soon as it is whole."""
         total: dict[Tensor, Tensor] = dict(self._made)
-        for kept in self._kept:
+        self._made.clear()
+        to_come: Counter[Tensor] = Counter(
+            p for kept in self._kept for p in (kept.weight, kept.bias) if p is not None
+        )
+        while self._kept:
+            kept = self._kept.pop(0)
             for parameter, gradient in kept.operation.weight_gradients(kept):
                 total[parameter] = total[parameter] + gradient if parameter in total else gradient
-        self._kept.clear()
-        self._made.clear()
+                to_come[parameter] -= 1
+                if not to_come[parameter]:  # while it is in the cache, and its memory serves the next one
+                    torch.autograd.backward(parameter, total.pop(parameter))
+                del gradient
         if total:
             torch.autograd.backward(list(total), list(total.values()))
 

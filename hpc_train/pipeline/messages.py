@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpc_train.comm.interface import TAG_LIMIT, Losses, PeerLink, Wire, Work
+from hpc_train.comm.interface import TAG_LIMIT, Losses, PeerLink, Receive, Wire, Work
 from hpc_train.comm.wire import decode, encode, encoded_bytes
 from hpc_train.errors import UserError
 from hpc_train.pipeline.values import put_together, take_apart
@@ -140,28 +140,42 @@ class Outbox:
         return words
 
 
-def receive(link: PeerLink, rooms: Sequence[Room], stage: int, tag: int) -> list[Work]:
+def receive(link: PeerLink, rooms: Sequence[Room], stage: int, tag: int) -> list[Receive]:
     """Start to receive into rooms what `Outbox.send` sends."""
     return [link.irecv(room.memory, stage, tag) for room in rooms if room.memory.numel()]
 
 
 class Expected:
-    """A message that `Outbox.send_message` sends: the receive of its header is posted at once."""
+    """A message that `Outbox.send_message` sends: the receive of its header is posted at once.
+
+    What comes is not copied: the memory that it arrives in is the layers' input.
+    """
 
     def __init__(self, link: PeerLink, stage: int, tag: int, wire: Wire, device: torch.device) -> None:
         self._link, self._stage, self._tag = link, stage, tag
         self._wire, self._device = wire, device
         self._header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        self._work = link.irecv(self._header, stage, tag)
+        self._header_work = link.irecv(self._header, stage, tag)
+        self._announced: tuple[Description, list[Room], list[Receive]] | None = None
+
+    def look(self) -> None:
+        """Post the receives of the tensors if the header is there: they then come beside what is computed."""
+        if self._announced is None and self._header_work.arrived():
+            self._post()
 
     def take(self) -> tuple[Any, list[Tensor], Description]:
         """Wait for it: what `put_together` makes the value of, and what the header says."""
-        self._work.wait()
-        description = _description(self._header.numpy().tobytes())
-        rooms = [Room(form, self._wire, self._device) for form in description.forms]
-        for work in receive(self._link, rooms, self._stage, self._tag):
+        description, rooms, works = self._announced or self._post()
+        for work in works:
             work.wait()
         return description.structure, [room.tensor() for room in rooms], description
+
+    def _post(self) -> tuple[Description, list[Room], list[Receive]]:
+        self._header_work.wait()
+        description = _description(self._header.numpy().tobytes())
+        rooms = [Room(form, self._wire, self._device) for form in description.forms]
+        self._announced = description, rooms, receive(self._link, rooms, self._stage, self._tag)
+        return self._announced
 
 
 def receive_message(link: PeerLink, stage: int, tag: int, wire: Wire, device: torch.device) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpc_train.comm.interface import PeerLink, Wire, Work
+from hpc_train.comm.interface import PeerLink, Receive, Wire
 from hpc_train.pipeline.actions import Action, Kind
 from hpc_train.pipeline.messages import Expected, Outbox, Room, describe, receive, tag_of
 from hpc_train.stopwatch import Stopwatch
@@ -50,7 +50,7 @@ class Traffic:
         self._expected: tuple[Spot, Expected] | None = None
         self._outputs: dict[Spot, tuple[Any, list[Tensor], list[bool]]] = {}  # for a chunk here, by its spot
         self._handed_back: dict[Spot, list[Tensor]] = {}  # gradients of a chunk here, by its spot
-        self._arriving: dict[Spot, tuple[list[Room], list[Work]]] = {}
+        self._arriving: dict[Spot, tuple[list[Room], list[Receive]]] = {}
 
     @property
     def losses(self) -> tuple[int, int]:
@@ -77,6 +77,7 @@ class Traffic:
         with self._stopwatch.timing("wait"):
             structure, tensors, description = self._expected[1].take()
         self._expect_next()
+        self._look_ahead()
         return structure, tensors, [form.needs_gradient for form in description.forms]
 
     def give_output(self, chunk: int, micro_batch: int, output: Any) -> None:
@@ -107,6 +108,7 @@ class Traffic:
 
     def take_gradients(self, chunk: int, micro_batch: int) -> list[Tensor]:
         """The gradients of a chunk's output, of those tensors that need one."""
+        self._look_ahead()
         spot = chunk, micro_batch
         if spot in self._handed_back:
             return self._handed_back.pop(spot)
@@ -159,6 +161,11 @@ class Traffic:
         tag = self._tag("activations", chunk - 1, micro_batch)
         message = Expected(self._link, sender, tag, self._wire, self._device)
         self._expected = (chunk, micro_batch), message
+
+    def _look_ahead(self) -> None:
+        """Before something is computed: let the next input come meanwhile, if its sender has begun."""
+        if self._expected is not None:
+            self._expected[1].look()
 
     def _tag(self, message: str, chunk: int, micro_batch: int) -> int:
         """The tag of what crosses the boundary after `chunk`."""

@@ -4,6 +4,8 @@ They know the contracts of hpc_train.comm.interface and nothing of a backend.  t
 them on threads, launch.py under mpirun.
 """
 
+import time
+
 import sum_cases
 import torch
 from sum_cases import CPU, DTYPES
@@ -79,6 +81,23 @@ def check_peer_link_ring_of_large_messages(world: World) -> None:
         for work in works:
             work.wait()
         assert torch.equal(arrived, torch.arange(2.0**20) + before)
+
+
+def check_peer_link_tells_what_has_arrived(world: World) -> None:
+    link, before, after = neighbours(world)
+    for numel in (8, 2**18):  # sent at once, and announced first
+        arrived = torch.zeros(numel)
+        receive = link.irecv(arrived, before, tag=4)
+        assert not receive.arrived()
+        world.control.barrier()
+        send = link.isend(torch.full((numel,), world.rank + 1.0), after, tag=4)
+        until = time.monotonic() + 20
+        while not receive.arrived():
+            assert time.monotonic() < until
+        receive.wait()
+        send.wait()
+        assert receive.arrived()
+        assert arrived.unique().tolist() == [before + 1.0]
 
 
 def check_two_links_do_not_mix(world: World) -> None:

@@ -192,6 +192,9 @@ class _Transfer:
         self.tensor = tensor
         self.is_done = False
 
+    def arrived(self):
+        return self.is_done
+
     def wait(self):
         with self.links.changed:
             self.links.num_waited += 1

@@ -8,7 +8,7 @@ from hpc_train.comm.interface import TAG_LIMIT, Wire
 from hpc_train.comm.loopback import run_ranks
 from hpc_train.errors import UserError
 from hpc_train.grid import Grid
-from hpc_train.pipeline.messages import Expected, Outbox, receive_message, tag_of
+from hpc_train.pipeline.messages import HEADER_BYTES, Expected, Outbox, receive_message, tag_of
 from hpc_train.pipeline.values import put_together
 
 DTYPES = [
@@ -117,3 +117,20 @@ def test_tags_stay_below_the_least_that_mpi_promises():
 def test_what_cannot_be_sent_is_refused(value, message):
     with pytest.raises(UserError, match=message):
         Outbox(RendezvousLinks().link(0)).send_message(value, 1, tag=0)
+
+
+def test_the_tensors_of_an_announced_message_come_before_they_are_taken():
+    links = RendezvousLinks()
+    outbox = Outbox(links.link(0))
+    expected = Expected(links.link(1), 0, 5, Wire.FP32, torch.device("cpu"))
+    expected.look()  # nothing is there, and nobody waits
+    assert not links.messages
+    outbox.send_message(torch.ones(2, 3), 1, tag=5)
+    assert len(links.messages) == 1
+    expected.look()
+    expected.look()
+    assert [shape for *_, shape in links.messages] == [(HEADER_BYTES,), (2, 3)]
+    _, (tensor,), _ = expected.take()
+    outbox.wait_all()
+    assert torch.equal(tensor, torch.ones(2, 3))
+    links.check_all_is_over()
