@@ -4,7 +4,8 @@ for each parameter     itself, its gradient, the optimizer's state, what a lossy
 for each micro-batch   activations from its forward until its backward, with the input that came and the
                        output that was sent; with recompute the layers' inputs and that output alone, and
                        then the activations of the one layer that is computed again
-for each chunk         two messages of gradients each way: one that is computed with, one under way
+for each chunk         two messages of gradients each way: one that is computed with, one under way; and the
+                       next input, which comes before its forward
 """
 
 from collections.abc import Sequence
@@ -81,7 +82,7 @@ class Memory:
 
     def fixed_bytes(self, start: Any, end: Any) -> Any:
         """Of layers start to end - 1, however many micro-batches there are."""
-        messages = 2 * (self._entering[start] + self._entering[end])
+        messages = 3 * self._entering[start] + 2 * self._entering[end]
         again = 0.0 if self._again is None else self._again[start, end]
         return self._fixed[end] - self._fixed[start] + messages + again
 

@@ -18,7 +18,8 @@ def test_two_stages():
     moments = live(Pipe("1f1b", 1, 2), 8)
     rank_bytes = memory.rank_bytes([range(3), range(3, 4)], [0, 1], moments)
     gradients = 2 * 3 * 7  # one that is computed with, one under way
-    assert rank_bytes == [3 * 40 + 2 * 3 * (300 + 7) + gradients, 40 + 3 * 100 + gradients]
+    coming = 3 * 7  # the next input
+    assert rank_bytes == [3 * 40 + 2 * 3 * (300 + 7) + gradients, 40 + 3 * 100 + gradients + coming]
     assert memory.least_bytes(2) == 80
 
 
@@ -27,7 +28,7 @@ def test_gpipe_has_sent_an_output_of_every_micro_batch_before_the_first_gradient
     first, last = memory.rank_bytes([range(2), range(2, 4)], [0, 1], live(Pipe("gpipe", 1, 2), 8))
     gradients = 2 * 3 * 7
     assert first == 2 * 40 + 8 * 3 * (200 + 7) + gradients
-    assert last == 2 * 40 + 8 * 3 * 200 + gradients
+    assert last == 2 * 40 + 8 * 3 * 200 + gradients + 3 * 7
 
 
 def test_recompute_keeps_inputs_and_the_output_and_one_layer():
@@ -44,7 +45,7 @@ def test_an_output_that_its_layer_keeps_is_kept_on_both_stages():
     for wire, sent in ((Wire.FP32, 0), (Wire.BF16, 4)):
         memory = Memory(relu, 1, "none", wire=wire)
         first, last = memory.rank_bytes([range(2), range(2, 4)], [0, 1], moments)
-        assert (first, last) == (5 * (200 + sent) + 16, 5 * (200 + 8) + 16)
+        assert (first, last) == (5 * (200 + sent) + 16, 5 * (200 + 8) + 16 + 8)
 
 
 def test_chunks_of_one_stage_send_nothing_to_each_other():
