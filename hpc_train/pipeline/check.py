@@ -15,7 +15,8 @@ the next chunk has sent the gradient back, for a gradient before the next gradie
 its receive has been posted since the forward. So even where a send ends only once its receive is
 posted (rendezvous), an order deadlocks exactly if these waits form a cycle, and `validate` looks
 for one by walking the order. (Forwards alone, where no gradient comes back, keep one output under
-way to each stage: it is waited for before the next leaves. All stages take them in the same order.)
+way to each stage: it is waited for before the next leaves. All stages then take them in the same order, see
+Schedule.forwards.)
 """
 
 from collections import deque

@@ -24,7 +24,7 @@ from hpc_train.pipeline.forward_backward import ForwardBackward, Live
 from hpc_train.pipeline.later import Later
 from hpc_train.pipeline.messages import Outbox, receive_message, tag_of
 from hpc_train.pipeline.samples import Sum, sum_over_samples
-from hpc_train.pipeline.schedules import Schedule, forward_only
+from hpc_train.pipeline.schedules import Schedule
 from hpc_train.pipeline.stage import Stage
 from hpc_train.pipeline.ties import Ties
 from hpc_train.pipeline.traffic import Spot, Traffic
@@ -196,7 +196,7 @@ class Pipeline:
 
     def _forward_only(self, micro_batches: MicroBatches, judge: Callable[[Any, Any], None]) -> None:
         """Every micro-batch through the chunks; `judge` gets the whole model's output and the target."""
-        row = forward_only(self._order(len(micro_batches)))[self.stage_index]
+        row = self._schedule.forwards(self.num_stages, len(micro_batches))[self.stage_index]
         with self.stage.evaluating():
             self._traffic.begin(row)
             for chunk, _, micro_batch in row:

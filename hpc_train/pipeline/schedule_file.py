@@ -88,6 +88,26 @@ def resized(name: str, order: Order, stages: int, micro_batches: int) -> Order:
     ]
 
 
+def forwards_in_file(name: str, order: Order, stages: int, micro_batches: int) -> Order:
+    """Forwards alone, chunk after chunk for as many micro-batches at a time as the file has.
+
+    Rows may take forwards in other orders than each other; a stage that has one output under way at a time
+    could then wait for ever. In this order all stages take them alike.  Args and errors as for `resized`.
+    """
+    _check_stages(name, order, stages)
+    own = count_micro_batches(order)
+    groups = [range(begin, min(begin + own, micro_batches)) for begin in range(0, micro_batches, own)]
+    return [
+        [
+            Action(chunk, Kind.F, number)
+            for group in groups
+            for chunk in sorted({action.chunk for action in row})
+            for number in group
+        ]
+        for row in order
+    ]
+
+
 def stage_in_file(name: str, order: Order, chunk: int, stages: int) -> int:
     """The stage that holds `chunk`.
 

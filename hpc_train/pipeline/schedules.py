@@ -31,7 +31,7 @@ from itertools import islice, pairwise
 
 from hpc_train.errors import UserError
 from hpc_train.pipeline.actions import Action, Kind, Order, actions_of
-from hpc_train.pipeline.schedule_file import read, resized, stage_in_file
+from hpc_train.pipeline.schedule_file import forwards_in_file, read, resized, stage_in_file
 
 
 def gpipe(stages: int, micro_batches: int) -> Order:
@@ -131,12 +131,15 @@ class Schedule:
         chunks: how many chunks a stage holds; there are `stages * chunks` in all.
         rule: the order of (stages, micro-batches).
         place: the stage of (chunk, stages).
+        forward_rule: the order of (stages, micro-batches) where there are forwards only, in which all stages
+            take messages in the order in which they are sent; without it the forwards of `rule`, if they do.
     """
 
     name: str
     chunks: int
     rule: Callable[[int, int], Order]
     place: Callable[[int, int], int]
+    forward_rule: Callable[[int, int], Order] | None = None
 
     def stage_of(self, chunk: int, stages: int) -> int:
         """The stage that holds `chunk`.
@@ -153,6 +156,12 @@ class Schedule:
             UserError: the schedule is a file's, for another number of stages.
         """
         return self.rule(stages, micro_batches)
+
+    def forwards(self, stages: int, micro_batches: int) -> Order:
+        """The actions of every stage for an evaluation.  Raises UserError as `order` does."""
+        if self.forward_rule is None:
+            return forward_only(self.rule(stages, micro_batches))
+        return self.forward_rule(stages, micro_batches)
 
 
 _NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
@@ -181,7 +190,13 @@ def _find(name: str, chunks_a_stage: int | None) -> Schedule:
     if name.endswith(".csv"):
         order = read(name)
         chunks = len({action.chunk for action in order[0]})
-        return Schedule(name, chunks, partial(resized, name, order), partial(stage_in_file, name, order))
+        return Schedule(
+            name,
+            chunks,
+            partial(resized, name, order),
+            partial(stage_in_file, name, order),
+            partial(forwards_in_file, name, order),
+        )
     if name in ("gpipe", "1f1b", "zb-h1"):
         rule = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1}[name]
         return Schedule(name, 1, rule, lambda chunk, stages: chunk)

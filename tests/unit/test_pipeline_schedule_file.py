@@ -6,6 +6,8 @@ import io
 import re
 
 import pytest
+from pipelines import RendezvousLinks, batch, check_parity, layers, on_stages
+from torch import nn
 
 from hpc_train.errors import UserError
 from hpc_train.pipeline.actions import Kind, parse, placement
@@ -162,6 +164,28 @@ def in_halves(action, theirs):
     if theirs == "ZBVZeroBubble" and action.kind is Kind.B:
         return [action._replace(kind=Kind.I), action._replace(kind=Kind.W)]
     return [action]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0F0,0F1,0F2,0B1,0B0,0B2\n1F1,1F0,1B1,1B0,1F2,1B2",
+        "0F0,0F1,2F0,2F1,2B1,2B0,0B1,0B0\n1F1,1F0,3F0,3F1,3B1,3B0,1B1,1B0",
+    ],
+    ids=["1 chunk", "2 chunks"],
+)
+@pytest.mark.parametrize("micro_batches", [1, 2, 7])
+def test_stages_that_take_forwards_in_other_orders_train_and_evaluate(text, micro_batches, saved):
+    path, links = saved(text), RendezvousLinks()
+    num_chunks = 4 if "3F" in text else 2
+    specs, pairs = layers(*[lambda: nn.Linear(4, 4)] * num_chunks), batch([2] * micro_batches)
+    check_parity(specs, [1] * num_chunks, pairs, path)
+    losses = on_stages(
+        specs, [1] * num_chunks, lambda p: p.evaluate(pairs, lambda output, target: {}), path, links=links
+    )
+    assert losses[-1]["loss"].weight == 2 * micro_batches
+    links.check_all_is_over()
+    validate(find(path).forwards(2, micro_batches))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from hpc_train.pipeline.actions import Kind, parse, placement
 from hpc_train.pipeline.check import validate
 from hpc_train.pipeline.schedules import (
     find,
-    forward_only,
     gpipe,
     interleaved,
     one_f_one_b,
@@ -184,7 +183,7 @@ def runs_with_one_output_under_way(order):
 def test_forwards_alone_are_sound_with_one_output_under_way_to_each_stage(name, chunks):
     for stages in (1, 2, 3, 5):
         for micro_batches in (1, 2, 5, 8, 13):
-            order = forward_only(find(name, chunks).order(stages, micro_batches))
+            order = find(name, chunks).forwards(stages, micro_batches)
             assert {action.kind for row in order for action in row} == {Kind.F}
             validate(order)
             assert runs_with_one_output_under_way(order)
