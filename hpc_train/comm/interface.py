@@ -56,10 +56,10 @@ class Work(Protocol):
         """Return when the transfer is complete.  Raises PeerLost; never waits for a dead rank."""
 
 
-class Receive(Work, Protocol):
-    """A message on its way here."""
+class Transfer(Work, Protocol):
+    """A message on its way."""
 
-    def arrived(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether `wait` would return at once.  Raises PeerLost."""
 
 
@@ -77,10 +77,10 @@ class PeerLink(Protocol):
     Tensors are contiguous, of any dtype, on any device; sizes of both sides are equal.
     """
 
-    def isend(self, tensor: "torch.Tensor", stage: int, tag: int) -> Work:
+    def isend(self, tensor: "torch.Tensor", stage: int, tag: int) -> Transfer:
         """Start to send `tensor` to `stage`; it must not change until the Work is waited for."""
 
-    def irecv(self, out: "torch.Tensor", stage: int, tag: int) -> Receive:
+    def irecv(self, out: "torch.Tensor", stage: int, tag: int) -> Transfer:
         """Start to receive into `out` from `stage`; it is filled when the Work is waited for."""
 
 

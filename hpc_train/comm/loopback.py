@@ -80,8 +80,8 @@ class LoopbackWork:
         self._take()
         self._is_there = lambda: True
 
-    def arrived(self) -> bool:
-        """See interface.Receive."""
+    def is_complete(self) -> bool:
+        """See interface.Transfer."""
         return self._is_there()
 
 

@@ -90,7 +90,7 @@ class MpiWorld:
 
 
 class MpiWork:
-    """See interface.Receive; a send is one, too."""
+    """See interface.Transfer."""
 
     def __init__(
         self,
@@ -113,8 +113,8 @@ class MpiWork:
             self._out.view(-1).copy_(self._memory)
         self._out = None
 
-    def arrived(self) -> bool:
-        """See interface.Receive."""
+    def is_complete(self) -> bool:
+        """See interface.Transfer."""
         return self._link.waits.complete(self._requests, self._link.comm, self._doing)
 
 

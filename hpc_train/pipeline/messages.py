@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpc_train.comm.interface import TAG_LIMIT, Losses, PeerLink, Receive, Wire, Work
+from hpc_train.comm.interface import TAG_LIMIT, Losses, PeerLink, Transfer, Wire
 from hpc_train.comm.wire import decode, encode, encoded_bytes
 from hpc_train.errors import UserError
 from hpc_train.pipeline.values import put_together, take_apart
@@ -91,7 +91,7 @@ def _wire_of(dtype: torch.dtype, wire: Wire) -> Wire | None:
 
 
 class Outbox:
-    """Messages under way; keeps their tensors alive until they are sent.
+    """Messages under way; keeps their tensors alive until they are sent, and lets go when it sends others.
 
     Args:
         link: what carries them.
@@ -102,10 +102,11 @@ class Outbox:
         self.losses = Losses()
         self._link = link
         self._wire = wire
-        self._sent: dict[tuple[int, int], list[tuple[Work, Tensor]]] = {}  # by stage and tag
+        self._sent: dict[tuple[int, int], list[tuple[Transfer, Tensor]]] = {}  # by stage and tag
 
     def send(self, tensors: Sequence[Tensor], stage: int, tag: int) -> None:
         """Start to send tensors, none of which may change before they are waited for."""
+        self._let_go()
         sent = self._sent.setdefault((stage, tag), [])
         for tensor in tensors:
             if tensor.numel():
@@ -131,6 +132,13 @@ class Outbox:
             if stage in (None, at):
                 self.wait(at, tag)
 
+    def _let_go(self) -> None:
+        """Forget the oldest messages, as far as they have gone."""
+        for key, works in list(self._sent.items()):
+            if not all(work.is_complete() for work, _ in works):
+                break
+            del self._sent[key]
+
     def _packed(self, tensor: Tensor) -> Tensor:
         wire = _wire_of(tensor.dtype, self._wire)
         if wire is None:
@@ -140,7 +148,7 @@ class Outbox:
         return words
 
 
-def receive(link: PeerLink, rooms: Sequence[Room], stage: int, tag: int) -> list[Receive]:
+def receive(link: PeerLink, rooms: Sequence[Room], stage: int, tag: int) -> list[Transfer]:
     """Start to receive into rooms what `Outbox.send` sends."""
     return [link.irecv(room.memory, stage, tag) for room in rooms if room.memory.numel()]
 
@@ -156,11 +164,11 @@ class Expected:
         self._wire, self._device = wire, device
         self._header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         self._header_work = link.irecv(self._header, stage, tag)
-        self._announced: tuple[Description, list[Room], list[Receive]] | None = None
+        self._announced: tuple[Description, list[Room], list[Transfer]] | None = None
 
     def look(self) -> None:
         """Post the receives of the tensors if the header is there: they then come beside what is computed."""
-        if self._announced is None and self._header_work.arrived():
+        if self._announced is None and self._header_work.is_complete():
             self._post()
 
     def take(self) -> tuple[Any, list[Tensor], Description]:
@@ -170,7 +178,7 @@ class Expected:
             work.wait()
         return description.structure, [room.tensor() for room in rooms], description
 
-    def _post(self) -> tuple[Description, list[Room], list[Receive]]:
+    def _post(self) -> tuple[Description, list[Room], list[Transfer]]:
         self._header_work.wait()
         description = _description(self._header.numpy().tobytes())
         rooms = [Room(form, self._wire, self._device) for form in description.forms]

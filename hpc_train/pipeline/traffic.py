@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpc_train.comm.interface import PeerLink, Receive, Wire
+from hpc_train.comm.interface import PeerLink, Transfer, Wire
 from hpc_train.pipeline.actions import Action, Kind
 from hpc_train.pipeline.messages import Expected, Outbox, Room, describe, receive, tag_of
 from hpc_train.stopwatch import Stopwatch
@@ -50,7 +50,7 @@ class Traffic:
         self._expected: tuple[Spot, Expected] | None = None
         self._outputs: dict[Spot, tuple[Any, list[Tensor], list[bool]]] = {}  # for a chunk here, by its spot
         self._handed_back: dict[Spot, list[Tensor]] = {}  # gradients of a chunk here, by its spot
-        self._arriving: dict[Spot, tuple[list[Room], list[Receive]]] = {}
+        self._arriving: dict[Spot, tuple[list[Room], list[Transfer]]] = {}
 
     @property
     def losses(self) -> tuple[int, int]:

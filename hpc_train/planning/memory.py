@@ -1,11 +1,11 @@
 """What a rank keeps in memory.  PURE: neither torch nor MPI.
 
 for each parameter     itself, its gradient, the optimizer's state, what a lossy wire rounded off
-for each micro-batch   activations from its forward until its backward, with the input that came and the
-                       output that was sent; with recompute the layers' inputs and that output alone, and
+for each micro-batch   activations from its forward until its backward, with the input that came, and room for
+                       the gradient of its output; with recompute the layers' inputs and that room alone, and
                        then the activations of the one layer that is computed again
-for each chunk         two messages of gradients each way: one that is computed with, one under way; and the
-                       next input, which comes before its forward
+for each chunk         two messages each way: one that is computed with, one under way; and the next input,
+                       which comes before its forward
 """
 
 from collections.abc import Sequence
@@ -71,12 +71,12 @@ class Memory:
         self._fixed = np.array([0.0, *np.cumsum(fixed)])
         self._kept = np.array([0.0, *np.cumsum(kept)])
         self._entering = entering
-        # Of what goes from layer to layer the one before keeps some anyway: sent as it is, that is no more
-        # memory, but received it is; and what is encoded is a copy. With recompute nothing is kept anyway.
+        # What comes is more memory only where autograd keeps it: elsewhere it is used up in the forward, and
+        # with recompute it is the first layer's input, which is counted.
         anyway = np.array([0.0, *(layer.kept_output_bytes * micro_batch for layer in layers[:-1]), 0.0])
         anyway = np.zeros_like(entering) if recompute == "all" else np.minimum(anyway, entering)
         self._received = anyway
-        self._sent = entering * WIRE_SHARE[wire] if wire.lossy else entering - anyway
+        self._room = entering * WIRE_SHARE[wire]
         self._again = _largest(activations) if recompute == "all" else None
         self._ties = ties_of(profile)
 
@@ -92,7 +92,7 @@ class Memory:
         `receives`, `sends`: whether the chunks before and after are on other stages.
         """
         kept = self._kept[end] - self._kept[start]
-        return kept + receives * self._received[start] + sends * self._sent[end]
+        return kept + receives * self._received[start] + sends * self._room[end]
 
     def least_bytes(self, stages: int) -> float:
         """What the fullest of so many ranks needs at least, even without activations."""

@@ -83,20 +83,20 @@ def check_peer_link_ring_of_large_messages(world: World) -> None:
         assert torch.equal(arrived, torch.arange(2.0**20) + before)
 
 
-def check_peer_link_tells_what_has_arrived(world: World) -> None:
+def check_peer_link_tells_what_is_complete(world: World) -> None:
     link, before, after = neighbours(world)
     for numel in (8, 2**18):  # sent at once, and announced first
         arrived = torch.zeros(numel)
         receive = link.irecv(arrived, before, tag=4)
-        assert not receive.arrived()
+        assert not receive.is_complete()
         world.control.barrier()
         send = link.isend(torch.full((numel,), world.rank + 1.0), after, tag=4)
         until = time.monotonic() + 20
-        while not receive.arrived():
+        while not receive.is_complete():
             assert time.monotonic() < until
         receive.wait()
         send.wait()
-        assert receive.arrived()
+        assert receive.is_complete()
         assert arrived.unique().tolist() == [before + 1.0]
 
 

@@ -148,7 +148,7 @@ class RendezvousLinks:
         self.changed = threading.Condition()
         self.posted = defaultdict(lambda: (deque(), deque()))  # sends and receives, by (source, dest, tag)
         self.messages = []  # (source, dest, tag, tensor's shape)
-        self.num_waited = 0
+        self.num_known = 0  # transfers that a side knows to be over
 
     def link(self, stage):
         return _RendezvousLink(self, stage)
@@ -170,7 +170,7 @@ class RendezvousLinks:
 
     def check_all_is_over(self):
         assert not any(side for sides in self.posted.values() for side in sides)
-        assert self.num_waited == 2 * len(self.messages)
+        assert self.num_known == 2 * len(self.messages)
 
 
 class _RendezvousLink:
@@ -190,13 +190,19 @@ class _Transfer:
         self.links = links
         self.key = key
         self.tensor = tensor
-        self.is_done = False
+        self.is_done = self.is_known = False
 
-    def arrived(self):
-        return self.is_done
+    def is_complete(self):
+        with self.links.changed:
+            self._know()
+            return self.is_done
 
     def wait(self):
         with self.links.changed:
-            self.links.num_waited += 1
             if not self.links.changed.wait_for(lambda: self.is_done, timeout=20):
                 raise TimeoutError(f"deadlock: nobody answers {self.key}")
+            self._know()
+
+    def _know(self):
+        self.links.num_known += self.is_done and not self.is_known
+        self.is_known = self.is_done

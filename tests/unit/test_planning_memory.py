@@ -13,7 +13,7 @@ FOUR = even_layers(4, activation_bytes=100, output_bytes=7, parameter_bytes=10)
 
 
 def test_two_stages():
-    """1f1b: stage 0 keeps 2 micro-batches of 3 samples and has sent 2 outputs, stage 1 keeps 1."""
+    """1f1b: stage 0 keeps 2 micro-batches of 3 samples and room for 2 gradients, stage 1 keeps 1."""
     memory = Memory(FOUR, micro_batch=3, recompute="none")
     moments = live(Pipe("1f1b", 1, 2), 8)
     rank_bytes = memory.rank_bytes([range(3), range(3, 4)], [0, 1], moments)
@@ -23,7 +23,7 @@ def test_two_stages():
     assert memory.least_bytes(2) == 80
 
 
-def test_gpipe_has_sent_an_output_of_every_micro_batch_before_the_first_gradient_comes():
+def test_gpipe_has_room_for_a_gradient_of_every_micro_batch_before_the_first_comes():
     memory = Memory(FOUR, micro_batch=3, recompute="none")
     first, last = memory.rank_bytes([range(2), range(2, 4)], [0, 1], live(Pipe("gpipe", 1, 2), 8))
     gradients = 2 * 3 * 7
@@ -31,21 +31,21 @@ def test_gpipe_has_sent_an_output_of_every_micro_batch_before_the_first_gradient
     assert last == 2 * 40 + 8 * 3 * 200 + gradients + 3 * 7
 
 
-def test_recompute_keeps_inputs_and_the_output_and_one_layer():
+def test_recompute_keeps_inputs_and_room_for_a_gradient_and_one_layer():
     memory = Memory(FOUR, micro_batch=3, recompute="all")
     moments = live(Pipe("1f1b", 1, 2), 8)
     kept = 2 * 3 * (0 + 7 + 7)  # the batch itself is not counted
     assert memory.rank_bytes([range(2), range(2, 4)], [0, 1], moments)[0] == 80 + kept + 300 + 2 * 3 * 7
 
 
-def test_an_output_that_its_layer_keeps_is_kept_on_both_stages():
-    """Sent as it is it is one memory with the activation; what comes is another, and an encoded one is."""
+def test_an_input_that_is_kept_and_a_gradient_that_comes_encoded():
+    """What the layer before would keep anyway is the receiver's memory as well."""
     relu = even_layers(4, activation_bytes=100, output_bytes=8, kept_output_bytes=8)
     moments = live(Pipe("gpipe", 1, 2), 5)
-    for wire, sent in ((Wire.FP32, 0), (Wire.BF16, 4)):
+    for wire, room in ((Wire.FP32, 8), (Wire.BF16, 4)):
         memory = Memory(relu, 1, "none", wire=wire)
         first, last = memory.rank_bytes([range(2), range(2, 4)], [0, 1], moments)
-        assert (first, last) == (5 * (200 + sent) + 16, 5 * (200 + 8) + 16 + 8)
+        assert (first, last) == (5 * (200 + room) + 16, 5 * (200 + 8) + 16 + 8)
 
 
 def test_chunks_of_one_stage_send_nothing_to_each_other():
